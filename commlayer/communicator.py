@@ -29,10 +29,10 @@ from commlayer.calls.counters import GroupCounters
 from commlayer.calls.instruments import inquiries
 from commlayer.calls.ring import Call, Track, open_track
 from commlayer.device_time import await_device
+from commlayer.engine.grid_plans import GridPlans, Works
 from commlayer.engine.lane_holds import Issued, lanes
-from commlayer.engine.progress import ProgressQueue, StreamWork
-from commlayer.engine.runner import Prepared, Runner
-from commlayer.engine.tracing import traced
+from commlayer.engine.progress import ProgressQueue
+from commlayer.engine.runner import Runner
 from commlayer.failures.board import FailedStep, Failure, FailureBoard, own_client, why_left
 from commlayer.failures.detector import FailureDetector, job_detector
 from commlayer.failures.endings import end_with_program
@@ -43,7 +43,6 @@ from commlayer.profiles.errors import (
     ClusterError,
     CommlayerError,
     DisagreementError,
-    PlanError,
     ProfileNotFoundError,
     TensorError,
     UsageError,
@@ -52,25 +51,16 @@ from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile, check_shape
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.decision import Decision, Planner, Policy
-from commlayer.scheduler.group_moves import moves_of_call
-from commlayer.scheduler.kept import Kept
 from commlayer.scheduler.lanes import level_of, longest_hold_us
 from commlayer.scheduler.plan import Plan
 from commlayer.scheduler.price import Timeline
-from commlayer.scheduler.traffic import Traffic
 from commlayer.settings import Settings
 from commlayer.transfers import Pending, moved, needs_gradient
 from commlayer.transport.c10d import device_type
-from commlayer.transport.call_memory import CallMemory, as_bytes, plain
+from commlayer.transport.call_memory import as_bytes, plain
 from commlayer.transport.connect import connect, gloo_of_grid, require_device_type
 
 __all__ = ["Communicator", "State"]
-
-_MAX_PLANS = 1024
-"""Sizes whose plan is kept at hand."""
-Works = list[dist.Work]
-"""Where an asynchronous call leaves its work: what a :class:`~commlayer.transfers.Pending` waits
-for."""
 
 
 class SupportsDLPack(Protocol):
@@ -146,7 +136,6 @@ class Communicator:
             raise failure
         declared = Topology.parse(settings.topology) if settings.topology else None
         self.grid: Grid = form_grid(members, dist.get_rank(), declared)
-        self._ep_size, self._tp_size = len(self.grid.ep_ranks), len(self.grid.tp_ranks)
         check_shape(self.profile, self.grid.topology)
         self._device_type = device or device_type(ep_group)
         self._is_on_lane = settings.lanes != "off" and self._device_type == "cpu"
@@ -159,13 +148,13 @@ class Communicator:
         self._calls = 0
         self._failure: BaseException | None = None
         self.state = State.OPEN
-        self._plans = Kept[tuple[int, bool], Plan](_MAX_PLANS)
         self._track = self._open_track(int(settings.ring) if self._device_type == "cpu" else 0)
         end_with_program(self)
         disown_in_child(self)
         self.plans_run: Counter[str] = Counter()
-        self._counters = GroupCounters(grid_key(members), dist.get_rank(), sorted(member.rank for member in members))
-        self._counters.describe = lambda: f"Communicator on lane {lane}"
+        counters = GroupCounters(grid_key(members), dist.get_rank(), sorted(member.rank for member in members))
+        counters.describe = lambda: f"Communicator on lane {lane}"
+        self._plans = GridPlans(self.grid, self._planner, self._runner, counters, self._timeout_s)
 
     def _open_track(self, size: int) -> Track:
         """Open the track of its calls in the ring of the process; of a device's the host does not
@@ -263,7 +252,7 @@ class Communicator:
     def decide(self, num_bytes: int, *, replicated: bool = True) -> Decision:
         """The decision for a tensor of ``num_bytes`` bytes on each rank: plan, alternatives,
         reason. Talks to nobody."""
-        return self._planner.decide(self._traffic(num_bytes, replicated))
+        return self._plans.decide(num_bytes, replicated)
 
     def trace(self, x: torch.Tensor, plan: Plan | None = None) -> Timeline:
         """Run one all_to_all of ``x`` and return its measured timeline, as this rank saw it. CPU
@@ -275,13 +264,11 @@ class Communicator:
             raise TensorError("trace() watches host waits, which a device's plan has none of: use torch.profiler there")
         chosen = plan or self.decide(x.numel() * x.element_size()).plan
         source = as_bytes(x)
-        self._check_plan(chosen, source.numel(), replicated=True)
+        self._plans.require(chosen, source.numel(), replicated=True)
         timelines: list[Timeline] = []
 
         def run() -> None:
-            data = CallMemory(source), CallMemory(torch.empty_like(source))
-            started = self._runner.start(self._prepared(chosen), *data, self._timeout_s)
-            timelines.append(traced(chosen, started))
+            timelines.append(self._plans.trace(chosen, source))
 
         call = self._note(chosen, x, source, is_async=False)
         self._queue.run("trace", self._in_turn, (call, run))
@@ -350,9 +337,9 @@ class Communicator:
         output = torch.empty_like(x)
         source, target = as_bytes(x), as_bytes(output)
         if plan is None:
-            plan = self._planned(source.numel(), replicated)
+            plan = self._plans.plan(source.numel(), replicated)
         else:
-            self._check_plan(plan, source.numel(), replicated)
+            self._plans.require(plan, source.numel(), replicated)
         call = self._note(plan, x, source, is_async=works is not None)
         if self._signatures is not None:
             self._compare(self._signatures, call, what, x, source, replicated)
@@ -360,7 +347,7 @@ class Communicator:
         if works is None or self._device_type == "cpu":
             self._issue(call, works, plan, source, target)
         else:  # there issuing is enqueueing on streams, so it is asynchronous as it is
-            self._queue.run("all_to_all", self._in_turn, (call, self._launch, plan, source, target, works))
+            self._queue.run("all_to_all", self._in_turn, (call, self._plans.launch, plan, source, target, works))
         return output
 
     def _note(self, plan: Plan, x: torch.Tensor, source: torch.Tensor, *, is_async: bool) -> Call:
@@ -392,7 +379,7 @@ class Communicator:
         """Run a call in its turn: now, or on the queue's thread; on a lane it is issued from now
         on."""
         run: Callable[..., object] = self._in_turn
-        args: tuple[Any, ...] = (call, self._run, plan, source, target)
+        args: tuple[Any, ...] = (call, self._plans.run, plan, source, target)
         issued: Issued | None = None
         if self._is_on_lane:
             expected_s = source.numel() / self._bytes_per_s
@@ -435,30 +422,6 @@ class Communicator:
         finally:
             call.ended_ns = now()
 
-    def _run(self, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Run a call to its end. One of no bytes only keeps its place in the queue."""
-        if source.numel():
-            started = now()
-            self._runner.launch(self._prepared(plan), source, target, self._timeout_s)()
-            self._counters.planned["all_to_all", plan.name].add(source.numel(), now() - started)
-
-    def _launch(self, plan: Plan, source: torch.Tensor, target: torch.Tensor, works: Works) -> None:
-        join = self._runner.launch(self._prepared(plan), source, target, self._timeout_s) if source.numel() else None
-        works.append(StreamWork(join))
-        self._counters.planned["all_to_all", plan.name].add(source.numel(), 0)  # the host does not see how long
-
-    def _prepared(self, plan: Plan) -> Prepared:
-        grid = self.grid
-        return self._runner.prepared(plan, None, lambda: moves_of_call(plan, grid.rows, grid.member))
-
-    def _planned(self, num_bytes: int, replicated: bool) -> Plan:
-        """``decide(…).plan``, without asking again what was asked before: a small message is as
-        short as this look-up."""
-        plan = self._plans.get((num_bytes, replicated))
-        if plan is None:
-            plan = self._plans.add((num_bytes, replicated), self.decide(num_bytes, replicated=replicated).plan)
-        return plan
-
     def _explain(
         self, error: RuntimeError, collective: str, sequence: int, waited_s: float, timeout_s: float
     ) -> ClusterError:
@@ -477,17 +440,6 @@ class Communicator:
         is_known = isinstance(error, ClusterError)
         self._runner.transport.abort(None if is_known else why_left(error))
 
-    def _check_plan(self, plan: Plan, num_bytes: int, replicated: bool) -> None:
-        expected = self._traffic(num_bytes, replicated)
-        if plan.traffic != expected:
-            raise PlanError(
-                f"rank {dist.get_rank()}: {plan.name} was built for {plan.traffic}, but this call moves {expected}: build it "
-                "with that traffic, or leave plan out"
-            )
-
-    def _traffic(self, num_bytes: int, replicated: bool) -> Traffic:
-        return Traffic(num_bytes, self._ep_size, self._tp_size if replicated else 1, self.grid.link)
-
     def _unusable(self) -> ClusterError:
         if self.state is State.CLOSED:
             return ClusterError("this Communicator is closed: make a new one on all ranks")
@@ -498,7 +450,7 @@ class Communicator:
         return error
 
     def _check_tensor(self, x: torch.Tensor) -> None:
-        size = self._ep_size
+        size = len(self.grid.ep_ranks)
         if x.dim() == 0 or x.shape[0] % size:
             raise TensorError(
                 f"rank {dist.get_rank()}: all_to_all over the ep group of {size} ranks needs a first dimension that "
