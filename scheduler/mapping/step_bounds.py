@@ -3,7 +3,7 @@ what none can make fast."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import get_args
 
@@ -14,9 +14,89 @@ from commlayer.scheduler.mapping.parameters import Stage
 from commlayer.scheduler.mapping.pipeline_layout import AUTO_LAYOUT
 from commlayer.scheduler.mapping.pipeline_schedule import StageTimes, bubble_us, course, is_dual, merged_shares
 from commlayer.scheduler.mapping.pipeline_stage import exposed_gradients, exposed_parameters, least_exposed, passing
+from commlayer.scheduler.mapping.step_parts import StepParts
 from commlayer.scheduler.mapping.step_pipeline import StepPipeline
 
-__all__ = ["StepBounds"]
+__all__ = ["LayerBounds", "StepBounds"]
+
+
+class LayerBounds:
+    """Bounds of what one layer takes of a rank for a micro-batch. ``kinds``: of the model's layers,
+    with experts or with a dense FFN."""
+
+    def __init__(self, parts: StepParts, kinds: Collection[bool]) -> None:
+        self._parts, self._job, self._kinds = parts, parts.job, kinds
+
+    def least_us(self, setup: Setup, level: int) -> dict[bool, float]:
+        """Bound the time of one layer of each kind that the model has, forward and backward, as
+        :meth:`StepBounds.us` says."""
+        key = ("layers", level, setup.is_merged, *self._parts.layer_key(setup, True))
+        return self._parts.once(key, lambda: {is_moe: self._layer_us(setup, is_moe, level) for is_moe in self._kinds})
+
+    def _layer_us(self, setup: Setup, is_moe: bool, level: int) -> float:
+        if level >= 2:
+            forward, backward = self._parts.layer_times(setup, is_moe, is_bound=True)
+            return forward.total_us + backward.total_us
+        builder = self._parts.builder(setup)
+        any_exchange = not level and not setup.is_merged  # another one has other calls
+        exchanges = get_args(ExchangeKind) if any_exchange else (setup.exchange,)
+        busy_us = min(sum(builder.least_us(replace(setup, exchange=each), is_moe)) for each in exchanges)
+        return max(busy_us, self._passes_us(setup, is_moe, level))
+
+    def _passes_us(self, setup: Setup, is_moe: bool, level: int) -> float:
+        """Bound the time of one layer on the GPU, forward and backward, without timing its passes."""
+        computed = self._computed_us(setup, is_moe)
+        if level:
+            computed += self._waits_us(setup)
+        if not level or not is_moe:
+            return computed
+        exchanged = self._exchanged_us(setup)
+        # A micro-batch's exchange has nothing beside it but experts; merged passes have the other micro-batch's.
+        alone = 0.0 if setup.is_merged else computed - self._parts.work(setup, True).beside_us
+        return max(computed, alone + exchanged)
+
+    def weights(self, setup: Setup, single: dict[bool, float], level: int) -> dict[bool, float]:
+        """The least that one layer of each kind takes of a rank, µs of a micro-batch, where passes
+        are merged. ``single``: by itself."""
+        shares = merged_shares(setup.schedule, setup.pp, setup.micro_batches(self._job), setup.vpp)
+        found = {}
+        for is_moe, alone in single.items():
+            both = self._parts.merged_times(setup, is_moe, is_bound=True).total_us if level >= 2 else alone
+            found[is_moe] = min(alone, *(alone * (1 - share) + both * share for share in shares))
+        return found
+
+    def _exchanged_us(self, setup: Setup) -> float:
+        """Bound for how long a layer's tokens are on their way. The key: few of all mappings differ
+        in that."""
+        if setup.ep * setup.etp == 1:
+            return 0.0
+        tokens = (setup.micro_batch * self._job.sequence / (setup.cp * setup.tp), setup.precision, setup.attention)
+        key = (
+            "exchanged",
+            *tokens,
+            setup.etp,
+            setup.exchange,
+            *map(setup.layout, ("ep", "etp_ep")),
+            self._parts.job_of(setup).imbalance,
+        )
+        return self._parts.once(key, lambda: self._parts.builder(setup).calls.least_exchange_us(_plain(setup)))
+
+    def _waits_us(self, setup: Setup) -> float:
+        """Bound for how long a layer waits for attention's calls, which few of all mappings differ
+        in."""
+        if setup.tp * setup.cp == 1:
+            return 0.0
+        key = ("waits", setup.tp, setup.cp, setup.micro_batch, setup.attention)
+        return self._parts.once(key, lambda: self._parts.builder(setup).calls.least_waits_us(_plain(setup)))
+
+    def _computed_us(self, setup: Setup, is_moe: bool) -> float:
+        """Time one layer without its calls, forward and backward."""
+        degrees = (setup.tp, setup.cp, setup.micro_batch, *((setup.ep, setup.etp) if is_moe else ()))
+        key = ("computed", is_moe, *degrees, setup.recompute, setup.precision, setup.attention)
+
+        forward, backward = self._parts.builder(setup).launches(setup, is_moe)
+        computed = self._parts.once(key, lambda: self._parts.work(setup, is_moe).step_us(setup.recompute))
+        return computed + forward.us + backward.us
 
 
 class StepBounds:
@@ -28,6 +108,7 @@ class StepBounds:
         every = (*kinds, *kinds[-1:] * self.job.model.mtp_layers)
         self.numbers = {is_moe: every.count(is_moe) for is_moe in sorted(set(every))}
         """How many layers there are with experts, and with a dense FFN, modules' among them."""
+        self.layers = LayerBounds(self.parts, self.numbers)
 
     def us(self, setup: Setup, level: int = 0) -> float:
         """A time that a step is never below, µs.
@@ -53,16 +134,6 @@ class StepBounds:
             for ask in (exposed_gradients, exposed_parameters):
                 total += self.parts.exposed(ask, setup, stage, is_bound=True).us
         return total
-
-    def weights(self, setup: Setup, single: dict[bool, float], level: int) -> dict[bool, float]:
-        """The least that one layer of each kind takes of a rank, µs of a micro-batch, where passes
-        are merged. ``single``: by itself."""
-        shares = merged_shares(setup.schedule, setup.pp, setup.micro_batches(self.job), setup.vpp)
-        found = {}
-        for is_moe, alone in single.items():
-            both = self.parts.merged_times(setup, is_moe, is_bound=True).total_us if level >= 2 else alone
-            found[is_moe] = min(alone, *(alone * (1 - share) + both * share for share in shares))
-        return found
 
     def _least_exposed_us(self, setup: Setup) -> float:
         """For how long a step waits for its gradients and weights at least: what these take, less
@@ -96,46 +167,13 @@ class StepBounds:
             total += us
         return total
 
-    def _exchanged_us(self, setup: Setup) -> float:
-        """Bound for how long a layer's tokens are on their way. The key: few of all mappings differ
-        in that."""
-        if setup.ep * setup.etp == 1:
-            return 0.0
-        tokens = (setup.micro_batch * self.job.sequence / (setup.cp * setup.tp), setup.precision, setup.attention)
-        key = (
-            "exchanged",
-            *tokens,
-            setup.etp,
-            setup.exchange,
-            *map(setup.layout, ("ep", "etp_ep")),
-            self.parts.job_of(setup).imbalance,
-        )
-        return self.parts.once(key, lambda: self.parts.builder(setup).calls.least_exchange_us(_plain(setup)))
-
-    def _waits_us(self, setup: Setup) -> float:
-        """Bound for how long a layer waits for attention's calls, which few of all mappings differ
-        in."""
-        if setup.tp * setup.cp == 1:
-            return 0.0
-        key = ("waits", setup.tp, setup.cp, setup.micro_batch, setup.attention)
-        return self.parts.once(key, lambda: self.parts.builder(setup).calls.least_waits_us(_plain(setup)))
-
-    def _computed_us(self, setup: Setup, is_moe: bool) -> float:
-        """Time one layer without its calls, forward and backward."""
-        degrees = (setup.tp, setup.cp, setup.micro_batch, *((setup.ep, setup.etp) if is_moe else ()))
-        key = ("computed", is_moe, *degrees, setup.recompute, setup.precision, setup.attention)
-
-        forward, backward = self.parts.builder(setup).launches(setup, is_moe)
-        computed = self.parts.once(key, lambda: self.parts.work(setup, is_moe).step_us(setup.recompute))
-        return computed + forward.us + backward.us
-
     def least_pipeline_us(self, setup: Setup, level: int) -> float:
         """Bound the time of all micro-batches, as :meth:`us` says."""
         if setup.pipeline_layout == AUTO_LAYOUT:
             return self.least_of_layouts_us(setup, level)
         stages = self.parts.stages(setup)
         count, calls = setup.micro_batches(self.job), level >= 2
-        single = self.least_layers_us(setup, level)
+        single = self.layers.least_us(setup, level)
         sparse, dense = (single.get(is_moe, 0.0) for is_moe in (True, False))
         alone = [
             stage.sparse * sparse + stage.dense * dense + self._least_end_us(setup, stage, level) for stage in stages
@@ -157,8 +195,8 @@ class StepBounds:
         (:func:`~commlayer.scheduler.mapping.layout_balance.least_slowest_us`).
         """
         count, ranks = setup.passes(self.job), setup.pp // setup.copies
-        single = self.least_layers_us(setup, level)
-        weights = self.weights(setup, single, level) if setup.is_merged else single
+        single = self.layers.least_us(setup, level)
+        weights = self.layers.weights(setup, single, level) if setup.is_merged else single
         head_us = self.parts.head_us(setup, True, False)
         ends_us = head_us if level < 2 and not self.job.model.mtp_layers else self._all_ends_us(setup, level)
         work = ends_us + sum(number * single[is_moe] for is_moe, number in self.numbers.items())
@@ -184,36 +222,6 @@ class StepBounds:
             return sum(self.parts.ends(setup, stage).total_us * stage.alike for stage in stages) / setup.copies
 
         return self.parts.once(("all ends", setup.pipeline, *degrees), all_us)
-
-    def least_layers_us(self, setup: Setup, level: int) -> dict[bool, float]:
-        """Bound the time of one layer of each kind that the model has, forward and backward, as
-        :meth:`us` says."""
-        key = ("layers", level, setup.is_merged, *self.parts.layer_key(setup, True))
-        return self.parts.once(
-            key, lambda: {is_moe: self._least_layer_us(setup, is_moe, level) for is_moe in self.numbers}
-        )
-
-    def _least_layer_us(self, setup: Setup, is_moe: bool, level: int) -> float:
-        if level >= 2:
-            forward, backward = self.parts.layer_times(setup, is_moe, is_bound=True)
-            return forward.total_us + backward.total_us
-        builder = self.parts.builder(setup)
-        any_exchange = not level and not setup.is_merged  # another one has other calls
-        exchanges = get_args(ExchangeKind) if any_exchange else (setup.exchange,)
-        busy_us = min(sum(builder.least_us(replace(setup, exchange=each), is_moe)) for each in exchanges)
-        return max(busy_us, self._least_passes_us(setup, is_moe, level))
-
-    def _least_passes_us(self, setup: Setup, is_moe: bool, level: int) -> float:
-        """Bound the time of one layer on the GPU, forward and backward, without timing its passes."""
-        computed = self._computed_us(setup, is_moe)
-        if level:
-            computed += self._waits_us(setup)
-        if not level or not is_moe:
-            return computed
-        exchanged = self._exchanged_us(setup)
-        # A micro-batch's exchange has nothing beside it but experts; merged passes have the other micro-batch's.
-        alone = 0.0 if setup.is_merged else computed - self.parts.work(setup, True).beside_us
-        return max(computed, alone + exchanged)
 
     def _least_end_us(self, setup: Setup, stage: Stage, level: int) -> float:
         """Bound the time of what a stage has beside its layers, in the same way."""

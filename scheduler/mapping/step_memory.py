@@ -101,9 +101,9 @@ class StepMemory:
         """The balanced layout, if there is one: as layers of ``setup`` take alone, or merged where
         most tasks are."""
         model = self.job.model
-        weights = self.bounds.least_layers_us(setup, 2)
+        weights = self.bounds.layers.least_us(setup, 2)
         if setup.is_merged:
-            weights = self.bounds.weights(setup, weights, 2)
+            weights = self.bounds.layers.weights(setup, weights, 2)
         kinds = layer_kinds(self.job.model)
         unit = weights[kinds[-1]]
         modules_us = self.parts.head_us(setup, False, True) + model.mtp_layers * unit
