@@ -85,7 +85,8 @@ class Appointments:
         self._open: _Open | None = None
         self._last = 0
         self._until = 0.0
-        self._lost: Exception | None = None
+        self.lost: Exception | None = None
+        """Why :meth:`turn` is not called any more: who waits for a decision must hear of it."""
 
     @property
     def is_open(self) -> bool:
@@ -119,8 +120,8 @@ class Appointments:
                 return None
         begin = time.monotonic()
         while (decision := due.decision) is None:
-            if self._lost is not None:
-                raise RuntimeError(f"the store of the group does not answer any more: {self._lost}") from self._lost
+            if self.lost is not None:
+                raise RuntimeError(f"the store of the group does not answer any more: {self.lost}") from self.lost
             self._refuse(time.monotonic() - begin)
             time.sleep(_POLL_S)
         if decision == _KEPT:
@@ -163,15 +164,12 @@ class Appointments:
             if self._member:
                 self._look()
             return
-        if due.decision is None:
-            due.decision = self._decision(due.appointment) if self._member == 0 else self._decided(due.appointment)
+        if due.decision is None and self._member == 0:
+            due.decision = self._decision(due.appointment)
+        elif due.decision is None and self._stored().check([key := f"decision/{due.appointment.number}"]):
+            due.decision = bytes(self._stored().get(key))
         if due.decision == _OFF:
             self._close(due)
-
-    def fail(self, error: Exception) -> None:
-        """Note that :meth:`turn` is not called any more, because of ``error``: who waits for a
-        decision must hear of it."""
-        self._lost = error
 
     def _look(self) -> None:
         key = f"appointment/{self._last + 1}"
@@ -196,12 +194,6 @@ class Appointments:
             return None
         self._stored().set(f"decision/{number}", decision)
         return decision
-
-    def _decided(self, appointment: Appointment) -> bytes | None:
-        key = f"decision/{appointment.number}"
-        if self._member == 0 or not self._stored().check([key]):
-            return None  # member 0 is told by its own thread
-        return bytes(self._stored().get(key))
 
     def _close(self, found: _Open) -> None:
         with self._lock:

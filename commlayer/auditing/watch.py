@@ -194,7 +194,7 @@ class GroupWatch(Instrument):
         if self._is_closed:
             return
         self._is_closed = True
-        self.appointments.fail(error)
+        self.appointments.lost = error
         if not self._planned.board.has_leaver:
             text = f"group {self._planned.name} is not watched any more, and keeps its plans: {error}"
             say(text)

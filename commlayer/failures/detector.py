@@ -51,7 +51,7 @@ from commlayer.failures.frames import MAX_FRAME_BYTES, Card
 from commlayer.failures.knowledge import Knowledge
 from commlayer.failures.last_words import say_nothing_more, speak_before_sigterm
 from commlayer.failures.news import FailureNews
-from commlayer.failures.rank_links import Dialler
+from commlayer.failures.rank_links import Dialler, diallers, neighbours
 from commlayer.failures.store_answers import Deadline, asked_store, store_host
 from commlayer.failures.waits import on_a_thread, within
 from commlayer.peer_words import read_words
@@ -151,7 +151,7 @@ class FailureDetector:
     def _join(self, cards: _Cards) -> None:
         """Connect with the neighbours, once each has said where it listens."""
         assert self._dialler is not None
-        for peer in self.knowledge.neighbours:
+        for peer in neighbours(self.rank, self.ranks):
             card = cards.of(peer)
             if card.trouble:
                 raise PeerError(f"rank {peer} cannot take part: {card.trouble}")
@@ -268,7 +268,7 @@ class FailureDetector:
         """The ranks with which this one has yet to have a connection."""
         assert self._dialler is not None
         knowledge = self.knowledge
-        awaited = {*knowledge.neighbours, *knowledge.diallers}
+        awaited = {*neighbours(self.rank, self.ranks), *diallers(self.rank, self.ranks)}
         return awaited - self._dialler.links.heard - knowledge.gone.keys() - knowledge.left.keys()
 
     def linger(self) -> None:

@@ -53,20 +53,6 @@ class Knowledge:
         """The first question of each of the last rounds."""
         self._observers: weakref.WeakSet[Observer] = weakref.WeakSet()
 
-    @property
-    def neighbours(self) -> list[int]:
-        """The ranks that this one dials: 1, 2, 4, … places after it."""
-        return self._at_distances(1)
-
-    @property
-    def diallers(self) -> list[int]:
-        """The ranks that dial this one: 1, 2, 4, … places before it."""
-        return self._at_distances(-1)
-
-    def _at_distances(self, sign: int) -> list[int]:
-        size, me = len(self.ranks), self.ranks.index(self.rank)
-        return [self.ranks[(me + sign * (1 << k)) % size] for k in range((size - 1).bit_length())]
-
     def attach(self, observer: Observer) -> None:
         """Have ``observer`` called for each record, those that are there already included; it is
         not kept alive."""
@@ -125,7 +111,7 @@ class Knowledge:
         """Remember ``record``, unless it is known, or about nobody of this job; return whether it
         was remembered."""
         if isinstance(record, Asked):
-            return self._is_asked_first(record)
+            return _is_asked_first(self.asked, record)
         if isinstance(record, Report):
             return _is_first(self.reports, (record.key, record.rank), record)
         if isinstance(record, Absent):
@@ -152,14 +138,6 @@ class Knowledge:
         self.ended.append(absent)
         return True
 
-    def _is_asked_first(self, asked: Asked) -> bool:
-        if asked.round <= max(self.asked, default=-1) - _MOST_ROUNDS or asked.round in self.asked:
-            return False
-        self.asked[asked.round] = asked
-        for old in [each for each in self.asked if each <= asked.round - _MOST_ROUNDS]:
-            del self.asked[old]
-        return True
-
 
 def _is_first(known: dict[_Key, _Record], key: _Key, record: _Record) -> bool:
     """Put ``record`` into ``known`` unless there is one for its key; return whether it was put
@@ -167,4 +145,15 @@ def _is_first(known: dict[_Key, _Record], key: _Key, record: _Record) -> bool:
     if key in known:
         return False
     known[key] = record
+    return True
+
+
+def _is_asked_first(known: dict[int, Asked], asked: Asked) -> bool:
+    """Put ``asked`` into ``known`` unless its round is there, or long over; return whether it was put
+    there."""
+    if asked.round <= max(known, default=-1) - _MOST_ROUNDS or asked.round in known:
+        return False
+    known[asked.round] = asked
+    for old in [each for each in known if each <= asked.round - _MOST_ROUNDS]:
+        del known[old]
     return True

@@ -31,7 +31,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
@@ -42,7 +42,7 @@ from commlayer.failures.knowledge import Knowledge
 from commlayer.profiles.errors import DisagreementError
 from commlayer.profiles.printable import say
 
-__all__ = ["Dialler", "Links", "received"]
+__all__ = ["Dialler", "Links", "diallers", "neighbours", "received"]
 
 _DIAL_S = 2.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _MOST_DIALS, _SAY_AFTER_DIALS = 0.05, 30.0, 40, 4
@@ -117,7 +117,9 @@ class Links:
         successor."""
         if self.is_closed:
             return 0
-        return max(0, 2 * len(self.knowledge.neighbours) - self.num_linked - len(self.strangers))
+        return max(
+            0, 2 * len(neighbours(self.knowledge.rank, self.knowledge.ranks)) - self.num_linked - len(self.strangers)
+        )
 
     def tell(self, record: Record, but: Link | None = None) -> None:
         """Learn ``record``; if it is news, pass it on to all neighbours but the one at the end of
@@ -493,3 +495,18 @@ def _listener() -> socket.socket:
         listener = socket.create_server(("", 0), backlog=128)
     listener.setblocking(False)
     return listener
+
+
+def neighbours(rank: int, ranks: Sequence[int]) -> list[int]:
+    """The ranks that ``rank`` dials: 1, 2, 4, … places after it."""
+    return _at_distances(rank, ranks, 1)
+
+
+def diallers(rank: int, ranks: Sequence[int]) -> list[int]:
+    """The ranks that dial ``rank``: 1, 2, 4, … places before it."""
+    return _at_distances(rank, ranks, -1)
+
+
+def _at_distances(rank: int, ranks: Sequence[int], sign: int) -> list[int]:
+    size, place = len(ranks), ranks.index(rank)
+    return [ranks[(place + sign * (1 << k)) % size] for k in range((size - 1).bit_length())]

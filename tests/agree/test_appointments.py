@@ -160,7 +160,7 @@ def test_a_lost_store_ends_a_wait_and_says_so() -> None:
     with pytest.raises(RuntimeError, match="connection reset"):
         member.turn()
     for each in (leader, member):
-        each.fail(RuntimeError("connection reset by peer"))
+        each.lost = RuntimeError("connection reset by peer")
         with pytest.raises(RuntimeError, match="does not answer any more"):
             each.next_call()
 
@@ -229,7 +229,7 @@ class Job:
                 each.make("switch", 0.0, self.rng.randrange(1, 12))
             each.turn()
         except RuntimeError as error:
-            each.fail(error)
+            each.lost = error
 
     def call(self, member: int) -> None:
         each = self.everyone[member]
