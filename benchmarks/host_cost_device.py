@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 import commlayer.backend.new_groups  # noqa: F401  ranks are forked: what is imported here they need not import
+from commlayer.backend.launcher import Launcher
 from commlayer.backend.on_device import OnDevice
 from commlayer.emulation import EmulatedCluster
 from commlayer.engine.device_plans import DevicePlans
@@ -107,7 +108,7 @@ def measure_device(num_calls: int, block: int = 10) -> tuple[Times, dict[str, in
     idle = DevicePlans(
         nodes, dist.get_rank(), place.plans.choices, lambda purpose, on: nothing, lambda: "", lambda: 0.0
     )
-    on_nothing = OnDevice(Nccl(nothing), idle, place.order, place.track, group.counters, lambda mine: [])
+    on_nothing = OnDevice(Launcher(Nccl(nothing), idle, place.order, place.track, group.counters, lambda mine: []))
     ways_of = {"simulated": place, NULL: on_nothing}
     plans = {"simulated": place.plans, NULL: idle}
     choices = {name: Choices(shape, None, Settings(plan=name)) for name in STRATEGIES}

@@ -85,7 +85,7 @@ class DeviceSurvey:
         topology = Topology.from_identities([f"node {node_of[place]}" for place in range(len(members))])
         detector = self.connector.board.detector
         measuring = self.connector.measuring
-        ranks = measuring.cpu_ranks(request.rank, members, store, gloo, detector, timeout_s)
+        ranks = measuring.AllRanks(request.rank, len(members), store, gloo, "cpu", members, detector, timeout_s)
         return measuring.device_profile(
             self.job.settings,
             topology,

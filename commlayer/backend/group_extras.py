@@ -25,6 +25,7 @@ from commlayer.backend.encoded_sums import encoded_sum
 from commlayer.backend.group import CommlayerGroup
 from commlayer.backend.group_options import GroupOptions
 from commlayer.backend.known_plans import EncodedSum
+from commlayer.backend.launcher import Launcher
 from commlayer.backend.on_device import OnDevice
 from commlayer.backend.world import World
 from commlayer.devices.device_contract import Messenger
@@ -153,7 +154,7 @@ class _Devices:
         )
         track = group.open_track(plans, device_type)
         track.shares, track.rank = group.counters.shares, group.counters.rank
-        on_device = OnDevice(inner, plans, order, track, group.counters, tell, self.encoded)
+        on_device = OnDevice(Launcher(inner, plans, order, track, group.counters, tell, self.encoded))
         order.instruments.beside.append(on_device.instruments)
         groups.on_devices[device_type] = on_device
 

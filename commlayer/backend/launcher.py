@@ -19,7 +19,7 @@ from commlayer.backend.tensors import is_dense
 from commlayer.calls.counters import GroupCounters
 from commlayer.calls.instruments import Instruments
 from commlayer.calls.movement import Movement
-from commlayer.calls.ring import Call
+from commlayer.calls.ring import Call, Track
 from commlayer.engine.device_plans import DevicePlans
 from commlayer.profiles.errors import TensorError
 from commlayer.scheduler.call_moves import Counts
@@ -38,7 +38,8 @@ Collective."""
 class Launcher:
     """Launches a group's calls on a device, each by its plan, or gives it to the inner backend.
 
-    ``order``: of the group's CPU calls, in whose turn ranks compare what they are about to call.
+    ``order``: of the group's CPU calls, in whose turn ranks compare what they are about to call;
+    ``track``: the calls on this device in the ring, to which ``instruments`` listen.
     ``tell`` exchanges counts. ``encoded``: chooses the format of the group's own FP32 sums; None:
     they go as they are. ``is_planning``: whether calls may have plans; ``instead``: runs a call flat
     whose plan was chosen before that was stopped. ``is_coalescing``: a coalesced block is open.
@@ -49,14 +50,15 @@ class Launcher:
         inner: Nccl,
         plans: DevicePlans,
         order: Order,
-        launched: LaunchedCalls,
-        instruments: Instruments,
+        track: Track,
         counters: GroupCounters,
         tell: TellCounts,
-        encoded: EncodedSum | None,
+        encoded: EncodedSum | None = None,
     ) -> None:
         self.inner, self.plans, self.order, self.members, self.tell = inner, plans, order, order.members, tell
-        self._launched, self._instruments, self._counters, self._encoded = launched, instruments, counters, encoded
+        self.track, self._counters, self._encoded = track, counters, encoded
+        self.instruments = Instruments()
+        self.launched = LaunchedCalls(plans, track, counters, self.instruments)
         self.is_planning, self.is_coalescing = True, False
         self.instead: Callable[[Movement], None] | None = None
 
@@ -72,8 +74,8 @@ class Launcher:
     ) -> Plan | None:
         """The plan for the call that is launched now; None: the inner backend's own. Compares
         signatures, where that is asked for. ``fits``: whether the sizes are those of a plan."""
-        assert self._launched.launching is not None
-        collective, plan = self._launched.launching.collective, None
+        assert self.launched.launching is not None
+        collective, plan = self.launched.launching.collective, None
         is_compared = self.order.inner.signatures is not None
         may_plan = fits and self.is_planning and not self.is_coalescing and is_dense(output)
         if may_plan and (input is output or is_dense(input)) and (op is None or is_summed_by_plans(op, input.dtype)):
@@ -121,8 +123,8 @@ class Launcher:
             return None
         if not is_dense(source) or not is_dense(target):
             return None
-        assert self._launched.launching is not None
-        collective = self._launched.launching.collective
+        assert self.launched.launching is not None
+        collective = self.launched.launching.collective
 
         def ask(collective: str, num_bytes: int, wires: tuple[Wire, ...], element_bytes: int) -> Plan | None:
             if self.plans.is_unknown:
@@ -141,11 +143,11 @@ class Launcher:
     def launch(self, movement: Movement, num_bytes: int, outputs: Any, *, is_mean: bool = False) -> Work:
         """Launch a plan for the call that is made now; count ``num_bytes``. ``is_mean``: a sum
         becomes a mean."""
-        call, plans, plan = self._launched.launching, self.plans, movement.plan
+        call, plans, plan = self.launched.launching, self.plans, movement.plan
         assert call is not None
         call.plan, call.run_bytes = plan, num_bytes
-        if self._instruments.moving and not plans.connections.is_capturing:
-            for hear in self._instruments.moving:
+        if self.instruments.moving and not plans.connections.is_capturing:
+            for hear in self.instruments.moving:
                 hear(call, movement)
         ran = plans.run(movement, issued=call)
         started: StreamCall = ran.under_way
@@ -154,7 +156,7 @@ class Launcher:
         self._counters.planned[call.collective, plan.name].add(num_bytes, 0, *ran.sent)
         times = started.times
         if times is not None:
-            self._launched.add(call, times)
+            self.launched.add(call, times)
             if call.is_awaited:
                 self._await(call)
         if is_mean:
@@ -168,7 +170,7 @@ class Launcher:
         """Have the host wait for the end of the latest call. Raises CollectiveTimeoutError,
         PeerError as calls do."""
         limit_s = self.plans.timeout_s
-        self._launched.finish(limit_s)
+        self.launched.finish(limit_s)
         if not call.ended_ns:
             error = RuntimeError("Timed out waiting for the device")
             raise self.plans.explain(error, call.collective, call.sequence, limit_s, limit_s)

@@ -21,48 +21,29 @@ import torch
 from torch._C._distributed_c10d import Work
 
 from commlayer.backend.device_launches import LAUNCHES, launch_exchange, launch_known, launch_own
-from commlayer.backend.known_plans import EncodedSum
-from commlayer.backend.launched_calls import LOOK_S, LaunchedCalls
-from commlayer.backend.launcher import Launcher, TellCounts
+from commlayer.backend.launched_calls import LOOK_S
+from commlayer.backend.launcher import Launcher
 from commlayer.backend.members import Noted
-from commlayer.backend.order import Order
-from commlayer.calls.counters import GroupCounters
-from commlayer.calls.instruments import Instruments
 from commlayer.calls.movement import Movement
-from commlayer.calls.ring import Call, Track
-from commlayer.engine.device_plans import DevicePlans
+from commlayer.calls.ring import Call
 from commlayer.engine.group_plans import Choices
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.call_moves import Counts
-from commlayer.transport.nccl import Nccl, use_lane
+from commlayer.transport.nccl import use_lane
 
 __all__ = ["OnDevice"]
 
 
 class OnDevice:
     """A group's tensors on one type of device: the inner backend's calls, those by plan, and who
-    listens to both.
+    listens to both."""
 
-    ``order``: of the group's CPU calls; ``track``: the calls on this device in the ring. ``tell``,
-    ``encoded``: see :class:`Launcher`.
-    """
-
-    def __init__(
-        self,
-        inner: Nccl,
-        plans: DevicePlans,
-        order: Order,
-        track: Track,
-        counters: GroupCounters,
-        tell: TellCounts,
-        encoded: EncodedSum | None = None,
-    ) -> None:
-        self.inner, self.plans, self.order, self.track = inner, plans, order, track
-        self._backend: Any = inner.backend
+    def __init__(self, launcher: Launcher) -> None:
+        self.launcher, self.launched, self.track = launcher, launcher.launched, launcher.track
+        self.inner, self.plans, self.order = launcher.inner, launcher.plans, launcher.order
+        self.instruments = launcher.instruments
+        self._backend: Any = self.inner.backend
         self.sequence = 0
-        self.instruments = Instruments()
-        self.launched = LaunchedCalls(plans, track, counters, self.instruments)
-        self.launcher = Launcher(inner, plans, order, self.launched, self.instruments, counters, tell, encoded)
 
     # Issuing
 

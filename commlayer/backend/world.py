@@ -56,17 +56,8 @@ class Measuring(Protocol):
     """Finds out by which profile ranks plan, with all of them: :mod:`commlayer.measure.calibrate`
     is one."""
 
-    def cpu_ranks(
-        self,
-        rank: int,
-        global_ranks: Sequence[int],
-        store: Store,
-        gloo: Any,
-        detector: FailureDetector,
-        timeout_s: float,
-    ) -> Any:
-        """The ranks that measure together, and meet over ``gloo`` and ``store``. The two below are
-        given them."""
+    AllRanks: Any
+    """Makes the ranks that measure together, which the two below are given."""
 
     def planner_for(
         self,
@@ -248,7 +239,7 @@ def agree(
     texts = [each.text for each in identities]
     topology = Topology.from_identities(texts) if alone is not None else _topology(settings, texts, global_ranks)
     own = PrefixStore("calibrate/", store)
-    ranks = measuring.cpu_ranks(rank, global_ranks, own, gloo, detector, timeout_s)
+    ranks = measuring.AllRanks(rank, len(global_ranks), own, gloo, "cpu", tuple(global_ranks), detector, timeout_s)
     planner = measuring.planner_for(
         settings, topology, ranks, is_whole_job=alone is not None or not dist.is_initialized(), timeout_s=timeout_s
     )

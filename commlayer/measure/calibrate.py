@@ -13,14 +13,11 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
-from torch._C._distributed_c10d import Store
 
 from commlayer.agree.discovery import Identity, versions
 from commlayer.agree.messages import ControlMessage, Reason
@@ -28,7 +25,6 @@ from commlayer.calls.group_life import stage
 from commlayer.engine.device_plans import DevicePlans
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.board import phase
-from commlayer.failures.detector import FailureDetector
 from commlayer.measure import link_times
 from commlayer.measure.all_ranks import AllRanks
 from commlayer.measure.device_harness import DeviceLinks, device_links
@@ -58,11 +54,11 @@ from commlayer.settings import Settings
 __all__ = [
     "DEVICE_PROBE",
     "PROBE",
+    "AllRanks",
     "as_probe",
     "cache_folder",
     "calibrated",
     "cluster_key",
-    "cpu_ranks",
     "device_profile",
     "planner_for",
     "times_of_links",
@@ -111,13 +107,6 @@ class _Cached(ControlMessage, frozen=True):
     """The text of the profile that rank 0 has in its cache; None where it has none."""
 
     json: str | None
-
-
-def cpu_ranks(
-    rank: int, global_ranks: Sequence[int], store: Store, gloo: Any, detector: FailureDetector, timeout_s: float
-) -> AllRanks:
-    """The ranks that measure together, and meet on the host over ``gloo`` and ``store``."""
-    return AllRanks(rank, len(global_ranks), store, gloo, "cpu", tuple(global_ranks), detector, timeout_s)
 
 
 def planner_for(
