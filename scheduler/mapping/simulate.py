@@ -49,7 +49,7 @@ from commlayer.scheduler.mapping.step_memory import StepMemory
 from commlayer.scheduler.mapping.step_parts import StepParts
 from commlayer.scheduler.mapping.step_pipeline import StepPipeline
 from commlayer.scheduler.mapping.validity import LINEAR_RUN, assess, cautions, checked_rows, kind_of
-from commlayer.scheduler.programs import Breakdown, Item
+from commlayer.scheduler.programs import Breakdown, Compute, Item
 
 __all__ = ["Estimator"]
 
@@ -144,8 +144,11 @@ class Estimator:
         return self._parts.work(setup, is_moe)
 
     def programs(self, setup: Setup, is_moe: bool) -> tuple[list[Item], list[Item]]:
-        """Return the programs of a layer for one micro-batch, forward and backward."""
-        return self._parts.programs(setup, is_moe)
+        """Return the programs of a layer for one micro-batch, forward and backward; each ends with
+        the time for which the host holds it up."""
+        forward, backward = self._parts.programs(setup, is_moe)
+        forward_us, backward_us = self._parts.held_up_us(setup, is_moe)
+        return [*forward, Compute(forward_us, "host")], [*backward, Compute(backward_us, "host")]
 
     def ends_us(self, setup: Setup) -> tuple[float, float, float]:
         """Time the head of a micro-batch, forward and backward, and the optimizer of a step, µs."""

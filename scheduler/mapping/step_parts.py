@@ -74,6 +74,15 @@ class StepParts:
 
         return self.once(("times", is_bound, *self.layer_key(setup, is_moe)), times)
 
+    def held_up_us(self, setup: Setup, is_moe: bool) -> tuple[float, float]:
+        """For how long a host that waits holds a layer's passes up, forward and backward, µs."""
+        time, passes = self.builder(setup).timed, self.programs(setup, is_moe)
+        forward, backward = (
+            max(held.total_us - time(program).total_us, 0.0)
+            for held, program in zip(self.layer_times(setup, is_moe), passes, strict=True)
+        )
+        return forward, backward
+
     def programs(self, setup: Setup, is_moe: bool) -> tuple[list[Item], list[Item]]:
         def programs() -> tuple[list[Item], list[Item]]:
             builder = self.builder(setup)
