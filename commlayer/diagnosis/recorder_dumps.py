@@ -138,6 +138,14 @@ class _Content(msgspec.Struct):
     version: str
     entries: Annotated[list[Entry], msgspec.Meta(max_length=1 << 20)] = []
     pg_config: dict[str, _Config] = {}
+    pg_status: Any = None
+
+    @property
+    def num_enqueued(self) -> int:
+        """The largest number of a group's calls that are counted beside the recorded ones."""
+        states = self.pg_status.values() if isinstance(self.pg_status, dict) else ()
+        numbers = [each.get("last_enqueued_collective") for each in states if isinstance(each, dict)]
+        return max((number for number in numbers if isinstance(number, int)), default=0)
 
 
 @dataclass(frozen=True)
@@ -340,6 +348,11 @@ def read_dump(path: Path, data: bytes, written_ns: int, *, keeps_all: bool = Fal
             "torch ≥ 2.4"
         )
     _check_names(where, content.entries)
+    if not (content.entries or num_left_out) and (content.num_enqueued > 0 or not content.pg_config):
+        raise UsageError(
+            f"{where}: expected the calls of rank {rank}, got a dump without any, which says nothing of the rank: dump with "
+            "collectives, and set TORCH_FR_BUFFER_SIZE (TORCH_NCCL_TRACE_BUFFER_SIZE before torch 2.13) above 0"
+        )
     group_ranks = {name: _ranks(config.ranks) for name, config in content.pg_config.items()}
     _check_rank(where, rank, entries, group_ranks)
     return Dump(

@@ -216,6 +216,22 @@ def test_odd_words_in_a_dump_do_no_harm(tmp_path: Path) -> None:
         ("rank_1", b'{"version": "2.10", "entries": [], "pg_config": 3}', "got a damaged or foreign file"),
         ("rank_1", pickle.dumps({"version": "2.10", "entries": [_entry(timeout_ms=10**400)]}), "timeout_ms"),
         ("rank_1", pickle.dumps({"version": "2.10", "entries": [_entry(frames=[{"line": 1 << 70}])]}), "line"),
+        (
+            "rank_1",
+            pickle.dumps({"version": "2.10", "entries": []}),
+            "expected the calls of rank 1",
+        ),  # none are recorded
+        (
+            "rank_1",
+            pickle.dumps(
+                {
+                    "version": "2.10",
+                    "pg_config": {"0": {"ranks": "[0, 1]"}},
+                    "pg_status": {"0": {"last_enqueued_collective": 6}},
+                }
+            ),
+            "expected the calls of rank 1",
+        ),
     ],
 )
 def test_files_that_are_no_dumps_are_refused(tmp_path: Path, name: str, content: bytes, words: str) -> None:
@@ -363,7 +379,7 @@ def test_the_rank_is_in_the_name(name: str, rank: int | None) -> None:
 def test_two_dumps_of_one_rank_are_refused(tmp_path: Path) -> None:
     paths = [tmp_path / f"{name}_rank_1" for name in "ab"]
     for path in paths:
-        path.write_bytes(pickle.dumps({"version": "2.10"}))
+        path.write_bytes(pickle.dumps({"version": "2.10", "pg_config": {"0": {"ranks": "[1]"}}}))
     with pytest.raises(UsageError, match="expected one dump of each rank"):
         read_dumps(paths)
 
@@ -390,7 +406,7 @@ def test_a_reading_process_that_is_ended_loses_only_what_was_not_read(
 ) -> None:
     paths = [tmp_path / f"trace_rank_{rank}" for rank in range(16)]
     for path in paths:
-        path.write_bytes(pickle.dumps({"version": "2.10"}))
+        path.write_bytes(pickle.dumps({"version": "2.10", "entries": [_entry()]}))
     monkeypatch.setattr(recorder_dumps, "ProcessPoolExecutor", _EndedPool)
     damaged: list[str] = []
     assert [dump.rank for dump in read_dumps(paths, damaged)] == list(range(8))
