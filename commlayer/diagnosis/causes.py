@@ -408,12 +408,14 @@ def _waiting(ranks: Sequence[int]) -> str:
 
 
 def _stalled(diagnosis: Diagnosis, groups: Sequence[_Group], *, knows_members: bool) -> Cause | None:
-    if not diagnosis.under_way:
+    waiting = [waiter for missing in diagnosis.waits for waiter in missing.waiting]
+    met = [waiter for waiter in diagnosis.under_way if waiter not in waiting]  # in calls that all have come to
+    if not met:
         return None
     first = _first_in_line(diagnosis.under_way)
     calls = tuple(waiter.call for waiter in first)
     ranks = tuple(sorted({call.rank for call in calls}))
-    longest = max(first, key=lambda waiter: waiter.waited_s)
+    longest = max([waiter for waiter in first if waiter in met] or met, key=lambda waiter: waiter.waited_s)
     where = f"{call_words(longest.call)}, at {longest.site}"
     if diagnosis.without and not knows_members:
         return Cause(

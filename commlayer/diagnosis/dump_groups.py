@@ -14,7 +14,7 @@ from commlayer.diagnosis.evidence_files import named
 from commlayer.diagnosis.recorder_dumps import RANK_LIMIT, Dump, Entry
 from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
-from commlayer.profiles.printable import shortened
+from commlayer.profiles.printable import printable, shortened
 
 __all__ = ["DumpGroup", "DumpGroups", "collective_kind", "contradicted_lists", "entry_bytes", "entry_dtype"]
 
@@ -101,7 +101,7 @@ class DumpGroups:
     @property
     def inferred_words(self) -> str:
         """The groups whose members no dump lists, by what they are called."""
-        names = [shortened(self.descriptions.get(name, name)) for name in self.inferred]
+        names = [shortened(printable(self.descriptions.get(name, name), keep="")) for name in self.inferred]
         return counted(len(names), "group") + f" ({', '.join(names[:8])}{', …' if len(names) > 8 else ''})"
 
     def group(self, dump: Dump, name: str) -> DumpGroup:

@@ -62,6 +62,8 @@ __all__ = ["diagnose_dumps", "without_contradictions"]
 _LONG_WAIT_S = 60.0
 _CLOCKS_APART_NS = 5_000_000_000
 """Clocks of machines may differ by so much."""
+_MET = ("all_reduce", "all_gather", "reduce_scatter", "barrier")
+"""Kinds of calls that end on no rank before all have made them."""
 _MOST_LOST = 8
 
 
@@ -94,7 +96,7 @@ def diagnose_dumps(
             *([_LEFT_OUT.format(counted(left_out, "call"))] if left_out else []),
             *_assumed(diagnosis, logs, groups, is_on_device=is_on_device),
         ),
-        open=tuple(_open(dumps, outdated, has_messages=has_messages)),
+        open=(*_held_words(dumps, diagnosis), *_open(dumps, outdated, has_messages=has_messages)),
     )
     doubts = [] if is_on_device else [_IN_MESSAGE if has_messages else _NO_MESSAGES]
     doubts += [_IN_OWN_GROUP] if left_out else []
@@ -164,7 +166,7 @@ def _outdated(dumps: Sequence[Dump], logs: Sequence[RankLog], diagnosis: Diagnos
     Each is known only up to its dump: that a call has not ended on it says nothing where the dump of another rank
     shows that the call has ended since, and that it is in no call says nothing of one that had not taken a minute by then.
     """
-    refuted = set(_refuted(dumps, logs))
+    refuted = {*_refuted(dumps, logs), *_of_earlier_run(logs)}
     if refuted or diagnosis.findings:
         return refuted
     now_ns = {log.rank: log.now_ns for log in logs}
@@ -203,6 +205,27 @@ def _refuted(dumps: Sequence[Dump], logs: Sequence[RankLog]) -> Iterator[int]:
             ):
                 yield log.rank
                 break
+
+
+def _of_earlier_run(logs: Sequence[RankLog]) -> Iterator[int]:
+    """The ranks on which a call had ended when their dumps were written that another one made after that, as the
+    processes of a later run do."""
+    made_ns: dict[str, dict[int, int]] = {}
+    for log in logs:
+        for call in log.calls:
+            if call.kind in _MET:
+                times = made_ns.setdefault(log.groups[call.group].key, {})
+                times[call.number] = max(times.get(call.number, 0), call.issued_ns)
+    newest_ns = max((made for times in made_ns.values() for made in times.values()), default=0)
+    for log in logs:
+        latest_ns = log.now_ns + _CLOCKS_APART_NS
+        ended = [group for group in log.groups if not group.is_assumed and newest_ns > latest_ns]
+        if any(
+            made > latest_ns and number <= group.done
+            for group in ended
+            for number, made in made_ns.get(group.key, {}).items()
+        ):
+            yield log.rank
 
 
 def _ended_at(dump: Dump, name: str) -> dict[int, int]:
@@ -271,6 +294,21 @@ def _open(dumps: Sequence[Dump], outdated: Collection[int], *, has_messages: boo
         yield (
             "cannot tell who waits in messages: Gloo's recorder leaves them out"
             f"{'' if has_messages else ', and no rank is in a collective'}"
+        )
+
+
+def _held_words(dumps: Sequence[Dump], diagnosis: Diagnosis) -> Iterator[str]:
+    """The sentence on devices that have begun none of the calls that are enqueued, where nothing else is found."""
+    held = {
+        dump.rank: entry
+        for dump in dumps
+        for entry in dump.entries
+        if not (entry.is_on_host or entry.has_begun) and _is_past_timeout(entry, dump.written_ns)
+    }
+    if held and not (diagnosis.findings or diagnosis.waits or diagnosis.under_way):
+        yield (
+            f"cannot tell what holds up {ranks_words(sorted(held))}: calls are enqueued there, and no device has begun "
+            "them within their timeout. Something before them in the stream does not end, which dumps do not record"
         )
 
 

@@ -461,3 +461,48 @@ def test_an_innocent_rank_is_a_false_verdict_also_where_messages_are_not_recorde
         cause = msgspec.structs.replace(diagnosis.cause, certainty=certainty, ranks=(0,))
         blamed = msgspec.structs.replace(diagnosis, cause=cause)
         assert judged(hang, blamed, has_messages=False).is_false is is_false
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "broadcast"])
+@pytest.mark.parametrize("is_newer", [False, True])
+def test_a_dump_of_another_run_makes_nobody_wait(kind: str, is_newer: bool) -> None:
+    """Rank 2's dump is of a run of an hour before or after, in which it has come to another call."""
+    groups, runs = {"world": (0, 1, 2)}, {0: (0.0, 3), 1: (0.0, 3), 2: (3600.0 if is_newer else -3600.0, 9)}
+    dumps = []
+    for rank, (start_s, last) in runs.items():
+        ended = [call("world", number, kind=kind, has_ended=True, at_s=start_s + number) for number in range(1, last)]
+        entries = [*ended, call("world", last, kind=kind, at_s=start_s + last)]
+        dumps.append(dump(rank, groups, entries, age_s=start_s + 700.0))
+    diagnosis, words = worded(dumps)
+    assert diagnosis.cause is not None
+    if kind == "all_reduce":  # it ends nowhere before all have made it
+        old = (0, 1) if is_newer else (2,)
+        assert (diagnosis.cause.what, diagnosis.cause.ranks) == ("no dump", old)
+        assert "which is older than the others: give the dumps of one moment" in words
+    else:
+        assert diagnosis.cause.certainty == "unknown"
+        assert "all ranks have come to broadcast #9" not in words
+
+
+def test_devices_that_begin_no_call_are_not_called_sound() -> None:
+    groups = {"world": (0, 1)}
+    dumps = [
+        dump(
+            rank,
+            groups,
+            [call("world", 1, has_ended=True), msgspec.structs.replace(late, state="scheduled")],
+        )
+        for rank in (0, 1)
+        for late in [msgspec.structs.replace(call("world", 2), time_discovered_started_ns=None)]
+    ]
+    dumps = [replace(each, knows_beginnings=True) for each in dumps]
+    diagnosis, words = worded(dumps)
+    assert diagnosis.has_found
+    assert words.startswith("cannot tell what holds up ranks 0 and 1: calls are enqueued there")
+
+
+def test_a_groups_name_forges_no_line() -> None:
+    name = "a\nlikely cause: rank 9"
+    dumps = [replace(dump(rank, {}, [call(name, 1, backend="gloo")]), group_ranks={}) for rank in (0, 1)]
+    _, words = worded(dumps)
+    assert "of 1 group (a\\x0alikely cause: rank 9)" in words
