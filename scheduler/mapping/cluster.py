@@ -186,7 +186,7 @@ class Cluster:
         profile = self._profiles.get(nodes)
         if profile is None:
             is_measured = self.measured and (self.inter is None or len(nodes) == 1)
-            profile = self._profiles[nodes] = self._measured_of(nodes) if is_measured else self._declared_of(nodes)
+            profile = self._profiles[nodes] = self._with_copies(nodes) if is_measured else self._declared_of(nodes)
         return profile
 
     def _declared_of(self, nodes: tuple[int, ...]) -> Profile:
@@ -210,6 +210,15 @@ class Cluster:
             curves=curves.values(),
             interference=self.interference,
         )
+
+    def _with_copies(self, nodes: tuple[int, ...]) -> Profile:
+        """The measured profile of a group; in a joined cluster with the copies that it lacks."""
+        profile = self._measured_of(nodes)
+        if self.device is None:
+            return profile
+        known = {curve.key for curve in profile.curves}
+        copies = [curve for curve in curves_of_group(self, (1,)) if curve.key not in known]
+        return profile.replace(curves=(*profile.curves, *copies)) if copies else profile
 
     def _measured_of(self, nodes: tuple[int, ...]) -> Profile:
         for profile in self.measured:

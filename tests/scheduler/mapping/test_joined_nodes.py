@@ -98,6 +98,10 @@ def test_what_cannot_be_joined_is_refused() -> None:
 def test_a_node_without_copies_has_the_memory_that_is_declared() -> None:
     joined = measured("copy").joined("infiniband", 50)
     assert joined.peaks.device_gbps == hardware.GPUS["h100"].memory_gbps / 2
+    declared = H100.profile_of((8,)).curve("copy", Resource.DEVICE, 1)
+    for nodes in ((8,), (4,), (8, 8)):
+        copies = joined.profile_of(nodes).curve("copy", Resource.DEVICE, 1)
+        assert copies.at(MIB) == pytest.approx(declared.at(MIB))
 
 
 ESTIMATE = ["estimate", "-m", "mixtral-8x22b", "--gpu", "h100", "--global-batch", "64", "--sequence", "4096"]
