@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch._C import _distributed_c10d as c10d
 
+from commlayer.backend.verbs import VERBS
 from commlayer.profiles.errors import UsageError
 
-__all__ = ["HOOK_NAMES", "CallHooks", "require_hooks"]
+__all__ = ["HOOK_NAMES", "CallHooks", "take_hooks"]
 
 HOOK_NAMES = {
     "all_gather_single": "ALLGATHER_BASE",
@@ -100,6 +101,22 @@ class CallHooks:
         return hooked
 
 
+def take_hooks(group: Any) -> None:
+    """Let a program register hooks on ``group``, by torch's methods: they run in the order of their
+    ids, with torch's ``PreHookArgs`` before a call, or its ``PostHookArgs`` once it was issued."""
+    me, made = weakref.ref(group), list[CallHooks]()
+
+    def hooks() -> CallHooks:
+        _require_hooks()
+        if not made:
+            made.append(CallHooks(me(), [*(row.names for row in VERBS), "barrier", "send", "recv"]))
+        return made[0]
+
+    for when in ("pre", "post"):
+        setattr(group, f"register_{when}_hook", lambda hook_id, hook, when=when: hooks().add(when, hook_id, hook))
+        setattr(group, f"unregister_{when}_hook", lambda hook_id, when=when: hooks().remove(when, hook_id))
+
+
 def _tensors_of(verb: str, args: tuple[Any, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The inputs and the outputs of a call, flat."""
     if not args or verb == "barrier":
@@ -119,7 +136,7 @@ def _flat(argument: Any) -> list[torch.Tensor]:
     return [x for each in argument for x in _flat(each)] if isinstance(argument, (list, tuple)) else []
 
 
-def require_hooks() -> None:
+def _require_hooks() -> None:
     """Raises UsageError where this torch has no hooks of calls."""
     if not hasattr(c10d, "PreHookArgs"):
         raise UsageError(f"hooks of a group's calls came with torch 2.15, this is {torch.__version__}")

@@ -24,7 +24,6 @@ from torch._C._distributed_c10d import BarrierOptions, GatherOptions, PrefixStor
 
 from commlayer.backend import world
 from commlayer.backend.batches import Batches
-from commlayer.backend.call_hooks import CallHooks, require_hooks
 from commlayer.backend.ending import Ending
 from commlayer.backend.group_options import GroupOptions
 from commlayer.backend.inner import InnerGroups
@@ -123,7 +122,6 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
         batches, known = Batches(self._order, self._messages, self.counters), KnownPlans(self._calls)
         self._known = known
         self._ending = Ending(self._order, batches, self.counters)
-        self._call_hooks: CallHooks | None = None
         # Verbs that c10d has not, for GroupCommunicator.
         self.start_batch = batches.start
         self.encoded_plan, self.start_planned = known.plan, known.start
@@ -336,28 +334,7 @@ class CommlayerGroup(_ProcessGroup):  # type: ignore[misc]  # hence Any
 
     _set_default_timeout = set_timeout
 
-    # Hooks, and what torch 2.15 asks of a group
-
-    def _hooks(self) -> CallHooks:
-        require_hooks()
-        if self._call_hooks is None:
-            self._call_hooks = CallHooks(self, [*(row.names for row in VERBS), "barrier", "send", "recv"])
-        return self._call_hooks
-
-    def register_pre_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
-        """Run ``hook`` with torch's ``PreHookArgs`` before each call, in the order of ids."""
-        self._hooks().add("pre", hook_id, hook)
-
-    def unregister_pre_hook(self, hook_id: int) -> None:
-        self._hooks().remove("pre", hook_id)
-
-    def register_post_hook(self, hook_id: int, hook: Callable[[Any], None]) -> None:
-        """Run ``hook`` with torch's ``PostHookArgs`` after each call was issued, in the order of
-        ids."""
-        self._hooks().add("post", hook_id, hook)
-
-    def unregister_post_hook(self, hook_id: int) -> None:
-        self._hooks().remove("post", hook_id)
+    # What torch 2.15 asks of a group
 
     def supports_reconfigure(self) -> bool:
         """Whether its ranks can change while it lives: no, whatever the Gloo inside could."""

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import DebugLevel, PrefixStore, get_debug_level
 
 from commlayer.agree.messages import everyones_numbers
 from commlayer.agree.signature_check import SignatureCheck
+from commlayer.backend.call_hooks import take_hooks
 from commlayer.backend.create import Connector
 from commlayer.backend.device_profiles import DeviceSurvey
 from commlayer.backend.encoded_sums import encoded_sum
@@ -79,9 +80,10 @@ def signatures(connector: Connector, planned: PlannedGroup, gloo: Any) -> Signat
 
 
 def give(group: CommlayerGroup, connector: Connector, options: GroupOptions, job: World) -> None:
-    """Give ``group``, which is being made with ``options``, sums in wire formats, CUDA's tensors
+    """Give ``group``, which is being made with ``options``, hooks of calls, sums in wire formats, CUDA's tensors
     where they can exist, and those of registered devices. Collective."""
     request, store = connector.request, connector.store
+    take_hooks(group)
     encoded: EncodedSum | None = None
     if options.sum_formats and len(request.global_ranks) > 1:
         encoded = partial(encoded_sum, options.sum_formats)

@@ -15,7 +15,7 @@ from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import AllreduceOptions, GatherOptions
 
 from commlayer.backend import call_hooks
-from commlayer.backend.call_hooks import HOOK_NAMES, CallHooks, require_hooks
+from commlayer.backend.call_hooks import HOOK_NAMES, CallHooks, take_hooks
 from commlayer.backend.verbs import VERBS
 from commlayer.profiles.errors import TensorError, UsageError
 from commlayer.testing.plugin import ClusterFactory
@@ -104,6 +104,21 @@ def test_hooks_run_around_a_call_by_either_name_in_the_order_of_their_ids() -> N
 
 
 @pytest.mark.usefixtures("torch_with_hooks")
+def test_a_group_takes_hooks_by_torchs_methods() -> None:
+    verbs = (*(row.name for row in VERBS), "barrier", "send", "recv")
+    group: Any = type("All", (), {name: lambda self, *args: "work" for name in verbs})()
+    take_hooks(group)
+    seen = list[str]()
+    group.register_pre_hook(hook_id=7, hook=lambda told: seen.append(f"before {told.name.name}"))
+    group.register_post_hook(7, lambda told: seen.append(told.work))
+    assert group.barrier() == "work"
+    group.unregister_pre_hook(7)
+    group.unregister_post_hook(7)
+    group.barrier()
+    assert seen == ["before BARRIER", "work"]
+
+
+@pytest.mark.usefixtures("torch_with_hooks")
 def test_hooks_do_not_keep_their_group_alive() -> None:
     gc.disable()
     try:
@@ -119,8 +134,11 @@ def test_hooks_do_not_keep_their_group_alive() -> None:
 
 @pytest.mark.skipif(HAS_HOOKS, reason="this torch has hooks of calls")
 def test_a_torch_without_hooks_says_so() -> None:
-    with pytest.raises(UsageError, match=r"came with torch 2\.15"):
-        require_hooks()
+    group: Any = Group()
+    take_hooks(group)
+    for ask in (lambda: group.register_pre_hook(1, print), lambda: group.unregister_post_hook(1)):
+        with pytest.raises(UsageError, match=r"came with torch 2\.15"):
+            ask()
 
 
 def answers() -> dict[str, Any]:
