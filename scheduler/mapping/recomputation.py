@@ -35,6 +35,7 @@ __all__ = [
     "modules_in",
     "modules_of",
     "recompute_order",
+    "recomputes_less",
     "unfit_modules",
     "unfit_recomputation",
     "ways_of",
@@ -102,6 +103,13 @@ def recompute_order(recompute: Recompute) -> tuple[int, int, str]:
     behind none."""
     modules = modules_of(recompute)
     return (0, len(modules), recompute) if modules else (RECOMPUTE.index(recompute), 0, "")
+
+
+def recomputes_less(one: Recompute, other: Recompute) -> bool:
+    """Whether a step with ``one`` is known to be no longer than with ``other``: of modules where both norms are among them,
+    which every layer has. What only some layers compute again may be free, on stages that wait, and hide gradients."""
+    known = ("megascale", "full") if one == "none" else ("full",)
+    return other != one and (other in known or (one == "none" and "layernorm" in modules_of(other)))
 
 
 @lru_cache(maxsize=256)

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol
 
 from commlayer.profiles.counted import counted
@@ -346,6 +347,7 @@ class _Frontier:
         self._after = {
             word: chain[place + 1 :] for chain in recompute_chains(space.recompute) for place, word in enumerate(chain)
         }
+        self._is_unfit = cache(partial(unfit_recomputation, estimator.job.model, estimator.cluster.gpu))
         self.num_valid = self.num_checked = self.num_fitting = self.num_estimated = 0
         self.lightest: tuple[Memory, Setup] | None = None
         self.refused = ""
@@ -455,9 +457,12 @@ class _Frontier:
 
     def _recompute_more(self, bound_us: float, setup: Setup) -> None:
         """The same with more recomputation, which takes at least ``bound_us`` as well: nobody asks for it before."""
-        more = recompute_ways(setup.schedule, self._after[setup.recompute])
-        if more and not _is_by_itself(setup):
-            self._admit(bound_us, replace(setup, recompute=more[0]))
+        if _is_by_itself(setup):
+            return
+        for word in recompute_ways(setup.schedule, self._after[setup.recompute]):
+            if not self._is_unfit(word, setup.precision, merges(setup.schedule)):
+                self._admit(bound_us, replace(setup, recompute=word))
+                break
 
     def _fits(self, setup: Setup) -> bool:
         needed = self._estimator.memory(setup)

@@ -50,8 +50,8 @@ from commlayer.scheduler.mapping.recomputation import (
     RECOMPUTE,
     Recompute,
     canonical,
-    modules_of,
     recompute_order,
+    recomputes_less,
     unfit_recomputation,
 )
 
@@ -240,21 +240,27 @@ def families(job: Job, cluster: Cluster, space: Space) -> Iterator[Family]:
                 layout = EVEN_LAYOUT if pp == 1 and space.pipeline_layout == AUTO_LAYOUT else space.pipeline_layout
                 own = (job.gpus, tp, cp, pp, ep, etp, vpp, micro_batch, precision, kind, folded, schedule, layout)
                 for offload, recompute in ways:
-                    words = _ways(schedule, pp, recompute, zeros)
-                    if words is None or is_unfit(recompute[0], precision, merges(schedule)):
+                    fit = tuple(word for word in recompute if not is_unfit(word, precision, merges(schedule)))
+                    words = _ways(schedule, pp, fit, zeros)
+                    if words is None:
                         continue
                     yield Family(*own, offload, words[0], sent, words[1])
 
 
 def recompute_chains(words: Iterable[Recompute], offload: Offload = KEPT) -> list[tuple[Recompute, ...]]:
-    """Ways of recomputation in chains of which each computes more than the one before: the three words, and modules each by
-    themselves, for which of two sets takes longer is not known before they are timed. Beside ``offload`` each that goes with it
-    is by itself: what is computed again need not cross."""
+    """Ways of recomputation in chains of which each takes no less time than the one before
+    (:func:`~commlayer.scheduler.mapping.recomputation.recomputes_less`). Beside ``offload`` each that goes with it is by
+    itself: what is computed again need not cross."""
     every = sorted(set(words), key=recompute_order)
     if offload != KEPT:
         return [(word,) for word in every if not unfit_offload(offload, word)]
-    plain = tuple(word for word in every if not modules_of(word))
-    return [*([plain] if plain else []), *((word,) for word in every if modules_of(word))]
+    chains: list[list[Recompute]] = []
+    for word in every:
+        less = next((chain for chain in chains if recomputes_less(chain[-1], word)), None)
+        if less is None:
+            chains.append(less := [])
+        less.append(word)
+    return [tuple(chain) for chain in chains]
 
 
 def recompute_ways(schedule: PipelineSchedule, words: Iterable[Recompute]) -> tuple[Recompute, ...]:

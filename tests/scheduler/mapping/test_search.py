@@ -24,7 +24,7 @@ from commlayer.scheduler.mapping.result import Memory, StepEstimate
 from commlayer.scheduler.mapping.search import CLOSEST, MappingKind, renames, search, smallest_fit
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import COMMLAYER, MEGATRON, Software, with_dispatcher
-from commlayer.scheduler.mapping.space import Space, families, setups, simplicity
+from commlayer.scheduler.mapping.space import Space, families, recompute_chains, setups, simplicity
 from commlayer.scheduler.mapping.validity import assess, checked_rows
 
 NODE = clusters.load("h100-eos").replace(name="four", domain=4)
@@ -420,6 +420,13 @@ def test_nothing_is_valid_and_why(space: Space, reason: str) -> None:
     assert reason in str(refused.value)
 
 
+def test_ways_of_recomputation_stand_in_chains_of_which_each_takes_longer() -> None:
+    offered = ("full", "moe_act+layernorm", "none")
+    assert recompute_chains(offered) == [("none", "moe_act+layernorm", "full")]
+    every = ("none", "moe_act", "mlp", "moe_act+layernorm", "megascale", "full")
+    assert recompute_chains(every) == [("none", "moe_act+layernorm", "full"), ("mlp",), ("moe_act",), ("megascale",)]
+
+
 @pytest.mark.parametrize(
     ("software", "schedule", "more"),
     [
@@ -437,7 +444,7 @@ def test_the_real_estimator_is_searched_as_by_brute_force(
     space = Space(
         micro_batch=(2,),
         vpp=(1, 2),
-        recompute=("none", "full"),
+        recompute=("none", "moe_act+layernorm", "full"),
         tp=(1, 2),
         cp=(1, 2),
         ep=(4,),
@@ -455,6 +462,9 @@ def test_the_real_estimator_is_searched_as_by_brute_force(
             for level in range(CLOSEST + 1):
                 assert estimator.bound_us(setup, level) <= found.step_us * (1 + 1e-9), (level, setup)
             less = replace(setup, recompute="none")
+            if setup.zero < 3 and setup.recompute == "full":
+                modules = estimator.estimate(replace(setup, recompute="moe_act+layernorm"), detail=False)
+                assert modules.step_us <= found.step_us
             if setup.zero < 3 and less != setup:
                 assert estimator.estimate(less, detail=False).step_us <= found.step_us
             most = 3 if setup.schedule == "1f1b" or setup.pp == 1 else 1

@@ -626,7 +626,7 @@ def test_fp8_is_the_recipe_of_the_gpu_where_modules_are_made_again() -> None:
     assert list(all_setups(job, blackwell, space))
 
 
-def test_a_search_ranks_modules_each_by_themselves() -> None:
+def test_a_search_ranks_modules_of_which_none_is_part_of_the_other() -> None:
     """Against every setup's own estimate."""
     job = Job(model=catalog.load("deepseekmoe-16b"), gpus=8, global_batch=16, sequence=4096)
     space = Space(
