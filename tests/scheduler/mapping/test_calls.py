@@ -1,7 +1,8 @@
 """Mappings are said to send what the run time counts, call by call and byte by byte; and what the papers' formulas say.
 
-The model is the integrations' language model on a real, emulated cluster. Where sizes depend on the router's choices (rows that
-arrive, and their gradients on the way back) the sum over all ranks does not, and is compared.
+The model is the example's language model on a real, emulated cluster; ZeRO's first stage is torch's fully_shard. Where sizes
+depend on the router's choices (rows that arrive, and their gradients on the way back) the sum over all ranks does not, and is
+compared.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.fsdp import fully_shard
 
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.agreement import agree_on_experts
@@ -138,6 +141,9 @@ CASES = [
     Case(4, {"pp": 2, "cp": 2}, {"micro_batch": 2}, layers=3),
     Case(4, {"tp": 2, "ep": 2, "etp": 2}, {"attention": "tensor", "recompute": "megascale"}),
     Case(4, {"tp": 2, "ep": 4}, {"attention": "ulysses", "recompute": "megascale"}, capacity_factor=1.0),
+    Case(
+        4, {"ep": 2}, {"micro_batch": 2, "zero": 1}, layers=2, software=replace(FP32, bucket_bytes=None)
+    ),  # fully_shard
     Case(4, {"ep": 4}, top_k=8, in_levels=True),  # every token goes to every rank
     Case(4, {"ep": 4}, {"recompute": "megascale"}, top_k=8, in_levels=True),
     Case(8, {"tp": 2, "cp": 2, "ep": 2, "etp": 4}, {"attention": "tensor"}),
@@ -171,12 +177,17 @@ def run_case(case: Case) -> Step:
         # What ranks agree on at a group's first call: the number of experts, and gradients' formats.
         for layer in model._layers():
             agree_on_experts(layer.moe.dispatcher.grid)
-        model._gradient_buckets(None)
+        if case.setup.zero:
+            shard(model, mesh)
+        else:
+            model._gradient_buckets(None)
         tokens = torch.arange(SEQUENCE * BATCH).view(SEQUENCE, BATCH) * 7 % SHAPE.vocabulary
         reset_stats()
         with contextlib.ExitStack() as stack:
             if case.setup.recompute == "megascale":
                 stack.enter_context(Rematerialise())
+            if case.setup.zero:  # sums the gradients itself
+                stack.enter_context(mock.patch("examples.language_model.synchronise_gradients"))
             model.train_step(tokens, tokens, num_micro_batches=case.setup.micro_batches(case.job))
         counted = {
             (names[group["group"]], call["collective"]): (call["calls"], call["logical_bytes"])
@@ -191,8 +202,19 @@ def run_case(case: Case) -> Step:
             key = names[mesh.group(each.axis).group_name], kind
             calls, size = described.get(key, (0, 0))
             described[key] = calls + each.count, size + each.count * each.logical_bytes
+        if case.setup.zero:  # fully_shard makes as many calls as there are modules that it was given
+            for moved in (counted, described):
+                moved.update({key: (1, size) for key, (_, size) in moved.items() if key[0] in ("dp", "edp")})
         routed = {names[mesh.group(axis).group_name] for axis in ("ep", "etp")}
     return Step(counted, described, set() if case.is_static else routed)
+
+
+def shard(model: MoELanguageModel, mesh: FoldedMesh) -> None:
+    """Shard as ZeRO's first stage does, whose weights are gathered once in a step: experts over edp, all else over dp and cp."""
+    experts = [layer.moe.experts for layer in model._layers()]
+    for each in experts:
+        fully_shard(each, mesh=mesh.device_mesh("edp"), reshard_after_forward=False)
+    fully_shard(model, mesh=mesh.device_mesh("dp_cp"), reshard_after_forward=False)
 
 
 def run_cases(cases: list[Case]) -> list[Step]:
@@ -309,8 +331,9 @@ def test_megatron_gathers_a_sequence_again() -> None:
 
 
 @given(st.sampled_from([0, 1, 2, 3]), st.sampled_from([1, 2, 4]), st.sampled_from([COMMLAYER, MEGATRON]))
-def test_every_parameter_is_summed_once(zero: int, pp: int, software: Software) -> None:
-    """The bytes of all stages: as many gradient bytes as there are parameters on a rank, in each micro-batch or once."""
+def test_every_parameter_is_summed_and_gathered_once(zero: int, pp: int, software: Software) -> None:
+    """The bytes of all stages: as many gradient bytes as there are parameters on a rank, in each micro-batch or once, and where
+    ZeRO 1 or 2 shards them as many bytes of parameters, once."""
     software = replace(software, bucket_bytes=None)
     model = replace(SHAPE, layers=5, dense_layers=1, dense_width=8, vocabulary=64)
     job = Job(model=model, gpus=8 * pp, global_batch=32, sequence=16)
@@ -321,11 +344,18 @@ def test_every_parameter_is_summed_once(zero: int, pp: int, software: Software) 
         for axis, elements in stage_parameters(model, setup, software, stage):
             wanted[axis] = wanted.get(axis, 0) + elements * software.gradient_bytes * times
         found: dict[str, int] = {}
+        gathered: dict[str, int] = {}
         for each in whole_step(job, setup, software, stage=stage):
             if each.place == "gradients" and each.axis != "tp":
                 assert each.collective == ("all_reduce" if zero == 0 else "reduce_scatter")
                 found[each.axis] = found.get(each.axis, 0) + each.count * each.logical_bytes
+            elif each.place == "parameters":
+                assert each.collective == "all_gather"
+                gathered[each.axis] = gathered.get(each.axis, 0) + each.count * each.logical_bytes
         assert found == wanted
+        if zero < 3:
+            once = {axis: size // times // software.gradient_bytes for axis, size in wanted.items() if zero}
+            assert gathered == {axis: elements * software.parameter_bytes for axis, elements in once.items()}
 
 
 def test_parameters_of_all_ranks_are_the_models() -> None:
