@@ -331,6 +331,7 @@ def _order(cycle: Cycle, certainty: str) -> Cause:
 def _absent(missing: Sequence[Missing], groups: Sequence[_Group]) -> Cause:
     first = max(missing, key=lambda each: len(each.waiting) + len(each.behind))
     sureness = _sureness(first, groups)
+    absence = "has not come"
     what, state, certainty = {
         "gone": ("ended", f"has ended{first.how and f' {first.how}'}", "proven"),
         "late": ("absent", "is in no call", "proven"),
@@ -341,12 +342,17 @@ def _absent(missing: Sequence[Missing], groups: Sequence[_Group]) -> Cause:
         what, state = "elsewhere", f"is at {first.at}, in no call"
     elif first.why == "late":
         state = "is in no recorded call" if first.doubt else state
-        if first.last is not None:
+        enqueued = _enqueued(first.call, groups)
+        if enqueued is not None:
+            state, absence = f"has enqueued {short_call(first.call)} at {enqueued.site}", "its device has not come"
+            certainty = "likely"
+        elif first.last is not None:
             state += f" since {short_call(first.last)} at {first.last.site}"
     is_unseen = first.why == "silent" and first.at is None
     doubt = first.doubt or ("it is dead, stopped, or its files are not here" if is_unseen else "")
     state += f" ({doubt})" if doubt else ""
-    absence = "may not have come" if is_unseen else "has not come"  # no file says so of a rank that is not seen
+    if is_unseen:  # no file says so of a rank that is not seen
+        absence = "may not have come"
     others = sorted({waiter.call.rank for waiter in first.waiting})
     ranks = tuple(sorted({each.call.rank for each in missing}))
     others_missing = [rank for rank in ranks if rank != first.call.rank]
@@ -366,6 +372,12 @@ def _absent(missing: Sequence[Missing], groups: Sequence[_Group]) -> Cause:
     )
 
 
+def _enqueued(call: NamedCall, groups: Sequence[_Group]) -> CallLog | None:
+    """The call as a rank's host has enqueued it, whose device has not begun it; None: it has not."""
+    own = (group.calls.get(call.rank, {}) for group in groups if group.name == call.group)
+    return next((calls[call.number] for calls in own if call.number in calls), None)
+
+
 def _sureness(missing: Missing, groups: Sequence[_Group]) -> str:
     """How sure it is that a rank which has not come is at fault, and not the few that wait for it with a call too many.
 
@@ -373,8 +385,10 @@ def _sureness(missing: Missing, groups: Sequence[_Group]) -> str:
     calls of the group, if they are recorded, and of two places one is always the other's counterpart.
     """
     rank, number = missing.call.rank, missing.call.number
-    if missing.why not in ("late", "silent") or missing.call.kind in MESSAGES:
+    if missing.why not in ("late", "silent"):
         return "proven"
+    if missing.call.kind in MESSAGES:  # as many wait as have not come
+        return "likely"
     waiting = {waiter.call.rank for waiter in missing.waiting}
     come, absent, is_whole, num_alike = set(waiting), {rank}, False, 0
     for group in groups:

@@ -202,7 +202,8 @@ def _missing(missing: Missing) -> list[str]:
         lines.append(f"  rank {call.rank} is at {missing.at}, in no call")
     if missing.last is not None:
         since = f", {missing.idle_s:.1f} s ago" if missing.idle_s >= 0 else ""
-        lines.append(f"  its last call was {call_words(missing.last)}, at {missing.last.site}{since}")
+        begun = ", enqueued and not begun," if missing.last.state == "issued" else ""
+        lines.append(f"  its last call{begun} was {call_words(missing.last)}, at {missing.last.site}{since}")
     lines += _waiting("", (*missing.held, *missing.waiting))
     return lines + _waiting("behind it ", missing.behind)
 

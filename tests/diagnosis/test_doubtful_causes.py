@@ -185,7 +185,7 @@ def test_messages_of_a_ring_that_has_lost_some_are_counted_alike_at_both_ends() 
         dump(0, world, [before, sent("recv", 0, 1)], lost=3),
         dump(1, world, [sent("send", 1, 0, has_ended=True), sent("send", 1, 0, has_ended=True), before]),
     ]
-    assert caused(dumps) == ("absent", "proven", (1,))
+    assert caused(dumps) == ("absent", "likely", (1,))
     dumps[1].entries.append(sent("send", 1, 0))
     assert caused(dumps) == ("stalled", "unknown", (0, 1))
 
@@ -506,3 +506,27 @@ def test_a_groups_name_forges_no_line() -> None:
     dumps = [replace(dump(rank, {}, [call(name, 1, backend="gloo")]), group_ranks={}) for rank in (0, 1)]
     _, words = worded(dumps)
     assert "of 1 group (a\\x0alikely cause: rank 9)" in words
+
+
+def test_a_device_that_has_not_begun_a_call_is_not_said_to_be_in_no_call() -> None:
+    groups = {"world": (0, 1, 2)}
+    enqueued = msgspec.structs.replace(call("world", 2), state="scheduled", time_discovered_started_ns=None)
+    dumps = [
+        dump(rank, groups, [call("world", 1, has_ended=True), enqueued if rank == 2 else call("world", 2)])
+        for rank in range(3)
+    ]
+    dumps = [replace(each, knows_beginnings=True) for each in dumps]
+    assert caused(dumps) == ("absent", "likely", (2,))
+    assert worded(dumps)[1].startswith(
+        "likely cause: rank 2 has enqueued all_reduce #2 at train.py:30 in step, and its device has not "
+        "come to all_reduce #2 of group world, for which ranks 0 and 1 wait\n"
+    )
+
+
+def test_who_sends_to_a_rank_in_no_call_may_have_sent_one_message_too_many() -> None:
+    groups = {"world": (0, 1)}
+    sends = [sent("send", 0, 1, has_ended=at < 2) for at in range(3)]
+    receives = [sent("recv", 1, 0, has_ended=True) for _ in range(2)]
+    dumps = [dump(0, groups, sends), dump(1, groups, receives)]
+    assert caused(dumps) == ("absent", "likely", (1,))
+    assert "for which rank 0 waits, or has made a call too many" in worded(dumps)[1]
