@@ -91,6 +91,11 @@ class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return self.source.partition(",")[0].partition(" (")[0]
 
     @property
+    def release(self) -> tuple[str, str]:
+        """Its table: the source, and the release of its software where the key names one."""
+        return self.source, self.key.partition("/")[0]
+
+    @property
     def group(self) -> Group:
         """Which part of the rows it belongs to."""
         if self.named:

@@ -10,7 +10,7 @@ from typing import Any, get_args
 from papers_text import percent, prose, table
 from published_blind import section as blind_section
 from published_data import Published
-from published_fits import Pair
+from published_fits import Pair, pairs_of
 from published_fits import section as fits_section
 from published_launches import section as launches_section
 from published_predict import Outcome, order_pairs
@@ -107,7 +107,7 @@ def document(
         "![Predicted over published throughput](pictures/published-scatter.svg)",
         prose(_READ.format(close=CLOSE, rough=ROUGH, fastest=EXTREMES[0], slowest=EXTREMES[1], linear=LINEAR_RUN)),
         _coverage([*rows, *papers]),
-        fits_section(pairs),
+        fits_section(pairs, pairs_of(blind)),
         blind_section(blind, [*rows, *papers]),
         "![Errors by kind of case](pictures/published-errors.svg)",
         _kinds(rows),

@@ -56,7 +56,7 @@ waits takes less than 111 µs a call on x86, and AWS's of Kimi-K2 and DeepSeek-V
 number is bounded by the former. On a Grace a call takes {grace_call:g} times as long, as one row allows (gpt-oss-120b on 64
 GB200, micro-batch 1). On p5 a call takes {p5:g} times as long, by one row (Qwen3-30B, EP32, all_to_all, micro-batch 1), whose
 hosts are AMD's Milan; and exchanges of tokens over EFA take twice as long as nccl-tests' by the rows of Kimi-K2 and DeepSeek-V3
-with micro-batches of 4. Rows that set the last two have no part in intervals.
+with micro-batches of 4. Rows that set the last three have no part in intervals.
 """
 
 
