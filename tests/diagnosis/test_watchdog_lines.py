@@ -504,3 +504,20 @@ def test_lines_that_name_no_rank_are_told_of() -> None:
     assert "the rank is missing in 1 line of watchdogs" in in_words(old)
     assert "nothing is wrong" not in in_words(old)
     assert diagnose_watchdogs(read(["The last enqueued work of a group is printed by the watchdog."])) == {}
+
+
+def test_calls_that_count_anew_are_of_a_later_failure_however_soon() -> None:
+    """Rank 2 stays away from call 50; started anew three minutes later, rank 1 does from call 5."""
+    lines = []
+    for minute, number, absent in ((0, 50, 2), (3, 5, 1)):
+        for rank in {0, 1, 2} - {absent}:
+            start = f"[rank{rank}]:[E1128 10:0{minute}:00.00000{rank} ProcessGroupNCCL.cpp:632]"
+            lines += [
+                f"{start} [Rank {rank}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum={number}, "
+                "OpType=ALLREDUCE, NumelIn=64, NumelOut=64, Timeout(ms)=60000) ran for 60020 milliseconds before timing out.",
+                f"{start} [PG ID 0 PG GUID 0(default_pg) Rank {rank}]  failure detected by watchdog at work sequence id: "
+                f"{number} PG status: last enqueued work: {number}, last completed work: {number - 1}",
+            ]
+    read = read_watchdog_lines([("job.log", "\n".join(lines).encode())])
+    assert {report.rank: report.groups["0"].enqueued for report in read.reports} == {0: 5, 2: 5}
+    assert read.remarks == ("lines of an earlier failure are left out: the job was started again",)
