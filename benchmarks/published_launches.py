@@ -51,10 +51,11 @@ docs/training/cuda-graphs.md and skills/nemo-mbridge-perf-cuda-graphs/card.yaml)
 
 A host that waits cannot run ahead, and a pass takes at least {call:g} µs for each of its launching calls, of which all experts
 of a rank are one. AWS's runs show it: of Qwen3-30B on 64 H100 a layer takes 17.7 ms with micro-batches of 1 and 20.5 with 4,
-17.1 with merged passes, and 17.4 with 4 experts on a rank in place of 8. None of the rows of Megatron-Core above whose host
-waits takes less than 111 µs a call on x86, and AWS's of Kimi-K2 and DeepSeek-V3 with micro-batches of 1 take 121 to 125: so the
-number is bounded by the former. On a Grace a call takes {grace_call:g} times as long, as one row allows (gpt-oss-120b on 64
-GB200, micro-batch 1). On p5 a call takes {p5:g} times as long, by one row (Qwen3-30B, EP32, all_to_all, micro-batch 1), whose
+17.1 with merged passes, and 17.4 with 4 experts on a rank in place of 8. Of the rows of Megatron-Core above whose host
+waits, one takes less on x86, at most 105 µs a call (Qwen3-235B on 256 B200, 26.04.01: it is predicted too slow by that), and the
+next one 111; AWS's of Kimi-K2 and DeepSeek-V3 with micro-batches of 1 take 121 to 125: so the number is near the former.
+On a Grace a call takes {grace_call:g} times as long, as one row allows (gpt-oss-120b on 64 GB200, micro-batch 1).
+On p5 a call takes {p5:g} times as long, by one row (Qwen3-30B, EP32, all_to_all, micro-batch 1), whose
 hosts are AMD's Milan; and exchanges of tokens over EFA take twice as long as nccl-tests' by the rows of Kimi-K2 and DeepSeek-V3
 with micro-batches of 4. Rows that set the last three have no part in intervals.
 """

@@ -37,8 +37,9 @@ _EXPOSED_LAUNCH_US, _WAITED_LAUNCH_US = 12.0, 25.0
 """Set by hand, with :data:`_GRACE_LAUNCHES`, by the error over the runs of Megatron-Core in benchmarks/published_rows.json, which
 do not settle them: docs/published.md says what fits take."""
 _CALL_LAUNCH_US = 110.0
-"""As much as published runs whose hosts wait allow: none of Megatron-Core's in benchmarks/published_rows.json
-takes less than 111 for a call on x86, and AWS's of Kimi-K2 and DeepSeek-V3, a sequence a micro-batch, take 121 to 125."""
+"""Set by hand near the least of published runs whose hosts wait: of Megatron-Core's on x86 in benchmarks/published_rows.json
+one takes at most 105 for a call (Qwen3-235B on 256 B200) and the next one 111, AWS's of Kimi-K2 and DeepSeek-V3, a sequence a
+micro-batch, 121 to 125."""
 _GRACE_LAUNCHES = 1.5
 """A Grace's launches over those of x86. For one nn.Linear they are 2.75 (37.08 and 13.48 µs: NVIDIA/TransformerEngine#2053)."""
 
