@@ -17,7 +17,7 @@ from ranks import await_others
 import commlayer
 from commlayer import GroupOptions
 from commlayer.emulation import EmulatedCluster
-from commlayer.engine.planned import PlannedGroup
+from commlayer.engine.connections import Connections
 from commlayer.measure import trials
 from commlayer.profiles.errors import ClusterError, PeerError, SettingsError, UsageError
 from commlayer.settings import Settings
@@ -111,17 +111,17 @@ def without_four(where: str) -> tuple[dict[str, int], list[str]]:
     rank, size, count = dist.get_rank(), dist.get_world_size(), (1 << 20) + 3
     group = group_of("narrow", plan="tried")
     if rank == 1:
-        name = "shortage" if where == "shortage" else "_made"
-        usual = getattr(PlannedGroup, name)
+        name = "shortage" if where == "shortage" else "_bounded"
+        usual = getattr(Connections, name)
 
-        def failing(planned: PlannedGroup, wanted: Any, *more: Any) -> Any:
+        def failing(connections: Connections, wanted: Any, *more: Any) -> Any:
             if where == "shortage":
                 return "no descriptors" if wanted > 2 else ""
             if wanted == "messages, connection 3":
                 raise RuntimeError("no route to a third")
-            return usual(planned, wanted, *more)
+            return usual(connections, wanted, *more)
 
-        setattr(PlannedGroup, name, failing)
+        setattr(Connections, name, failing)
     trials._PATIENCE_S = (
         2.0  # not all of it is waited for: one rank fails at once, and the others hear of it behind theirs
     )
@@ -153,7 +153,7 @@ def test_connections_that_cannot_be_made_leave_the_contest(emulated_cluster: Clu
 def one_too_many() -> str:
     """The error of a group whose plans shall all take a number of connections that cannot be had."""
     dist.init_process_group("commlayer", timeout=LIMIT)
-    setattr(PlannedGroup, "shortage", lambda planned, connections: "no descriptors")  # noqa: B010
+    setattr(Connections, "shortage", lambda connections, number: "no descriptors")  # noqa: B010
     with pytest.raises(ClusterError) as caught:
         dist.all_reduce(torch.ones(1 << 20), group=group_of("wide", plan="tried", connections=3))
     return str(caught.value)
