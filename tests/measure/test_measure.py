@@ -387,7 +387,7 @@ def each_probed_once() -> list[tuple[str, bool, int, int]]:
             elif isinstance(call, GridCall):
                 call.run = nothing.run  # type: ignore[method-assign]
             else:
-                call.run = call.run_whole = nothing.run
+                call.run = call._run = nothing.run
             found.append((probe.key[0], took, sound, prober.ranks.total(call.num_wrong())))
     return found
 

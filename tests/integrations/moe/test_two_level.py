@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from commlayer.integrations.moe.handle import ChoiceCounts
 from commlayer.integrations.moe.levels import Levels, RowsOnLevel, two_level_way
 from commlayer.integrations.moe.planning import DispatchPlanner
 from commlayer.profiles.errors import DisagreementError, GroupError, TensorError, UsageError
+from commlayer.row_calls import RowCalls
 from commlayer.scheduler.overlap import ExpertTimes
 from commlayer.scheduler.plan import Span
 from commlayer.scheduler.rails import distinct_nodes
@@ -375,8 +377,8 @@ def test_what_two_levels_do_not_go_with() -> None:
 
 
 def test_rows_over_rails_go_to_the_rail_only() -> None:
-    ep = Lying(((0, 1), (2, 3)))
-    rows = torch.zeros(2, HIDDEN)
+    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 4, nodes=((0, 1), (2, 3)))
+    ep, rows = RowCalls(group, None, "lane ep"), torch.zeros(2, HIDDEN)
     with pytest.raises(TensorError, match=r"over rail rank 0 .* with ranks \[0, 2\], got rows for \[1\]"):
         ep.all_to_all(rows, (0, 2, 0, 0), (0, 0, 0, 0), most_rows=4, over=Span.RAIL)
     with pytest.raises(TensorError, match="most_rows"):
