@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
@@ -19,8 +20,11 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from commlayer.integrations import (
+    FoldedMesh,
+    MoELayer,
     PlannedAllGather,
     PlannedReduceScatter,
+    RouterConfig,
     all_reduce_hook,
     plan_ddp,
     plan_fsdp,
@@ -148,6 +152,26 @@ def test_a_hook_that_does_not_average_is_noticed(emulated_cluster: ClusterFactor
             assert_same(train(hooked), expected)
         with pytest.raises(GroupError, match=r"ranks \[[01]\], but DistributedDataParallel .* ranks \[0, 1\]"):
             plan_ddp(DistributedDataParallel(small_model()), alone)
+
+    emulated_cluster(2, 1).run(job)
+
+
+def test_experts_that_differ_between_ranks_are_refused(emulated_cluster: ClusterFactory) -> None:
+    """DDP overwrites them by rank 0's, and would average their gradients with those of other experts."""
+
+    def job() -> None:
+        torch.set_num_threads(1)
+        dist.init_process_group("commlayer")
+        mesh = FoldedMesh({"ep": 2})
+        model = nn.Sequential(nn.Linear(8, 8), MoELayer(8, 4, RouterConfig(num_experts=4, top_k=1), mesh=mesh))
+        whole = copy.deepcopy(model)
+        with pytest.raises(UsageError, match=r"given 1\.experts\.w_gate, which is other experts' on other ranks"):
+            plan_ddp(DistributedDataParallel(whole))
+        names = [name for name, parameter in model.named_parameters() if getattr(parameter, "is_expert", False)]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+        plan_ddp(DistributedDataParallel(model))
+        alone = MoELayer(8, 4, RouterConfig(num_experts=4, top_k=1), mesh=FoldedMesh({"ep": 1}))
+        plan_ddp(DistributedDataParallel(alone))  # every rank has all experts
 
     emulated_cluster(2, 1).run(job)
 
