@@ -138,7 +138,7 @@ class StepBounds:
     def _least_exposed_us(self, setup: Setup) -> float:
         """For how long a step waits for its gradients and weights at least: what these take, less
         the passes that may hide them but for one layer (the one before the first gradients, or
-        behind the last weights)."""
+        behind the last weights), which its host does not hold up."""
         stage = self.parts.stages(setup)[0]
         degrees = (
             setup.tp,
@@ -162,7 +162,8 @@ class StepBounds:
                     is_moe: self.parts.layer_times(setup, is_moe, is_bound=True)[side].total_us
                     for is_moe in set(stage.kinds)
                 }
-                plain = sum(layers[is_moe] for is_moe in stage.kinds) - max(layers.values())
+                one = max(self.parts.alone_us(setup, is_moe)[side] for is_moe in layers)
+                plain = sum(layers[is_moe] for is_moe in stage.kinds) - one
                 us = max(0.0, us - plain * (1 + passing(self.parts.builder(setup), setup)))
             total += us
         return total

@@ -74,6 +74,16 @@ class StepParts:
 
         return self.once(("times", is_bound, *self.layer_key(setup, is_moe)), times)
 
+    def alone_us(self, setup: Setup, is_moe: bool) -> tuple[float, float]:
+        """The times of one layer's passes on the GPU, forward and backward, µs, nothing in each
+        other's way: no host holds them up."""
+
+        def times() -> tuple[float, float]:
+            forward, backward = self.programs(setup, is_moe)
+            return run_alone(forward).total_us, run_alone(backward).total_us
+
+        return self.once(("alone", *self.layer_key(setup, is_moe)), times)
+
     def held_up_us(self, setup: Setup, is_moe: bool) -> tuple[float, float]:
         """For how long a host that waits holds a layer's passes up, forward and backward, µs."""
         time, passes = self.builder(setup).timed, self.programs(setup, is_moe)
