@@ -86,13 +86,13 @@ def _rows(data: bytes, where: str) -> list[_Row]:
         raise ProfileError(
             f"{where}: expected aiconfigurator's table wideep_deepep_normal_perf, got one without {', '.join(lacking)}"
         )
-    found = convert(rows, list[_Row], f"{where}, as aiconfigurator's table", {}, strict=False)
-    others = sorted({row.kernel_source for row in found if row.kernel_source != "deepep"})
+    table = convert(rows, list[_Row], f"{where}, as aiconfigurator's table", {}, strict=False)
+    others = sorted({row.kernel_source for row in table if row.kernel_source != "deepep"})
     if others:
         raise ProfileError(f"{where}: expected times of deepep alone, got {', '.join(others)} too")
-    if not found:
+    if not table:
         raise ProfileError(f"{where}: expected times of deepep, got none")
-    return found
+    return table
 
 
 def _curves(rows: list[_Row], where: str) -> dict[DispatchKey, Curve]:

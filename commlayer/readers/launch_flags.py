@@ -139,7 +139,7 @@ class LaunchFormat:
 
 
 _COMPUTED = r"""["']?(\$\(|`)(?![^)`\n]*\s--)"""
-"""What a command prints that has no flags of its own."""
+"""Matches the output of a command that has no flags of its own, which fills a variable."""
 
 
 def is_assigned(word: str, text: str) -> bool:

@@ -91,7 +91,8 @@ _HARMLESS = frozenset(
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k")
 _SHARED = ("n_shared_experts", "num_shared_experts", "num_shared_expert", "moe_num_shared_experts")
-"""What types call the number of routed experts, of those of a token, and of experts that all tokens pass through."""
+"""The field names of the number of routed experts, of those of a token, and of experts that all tokens
+pass through."""
 _MECHANISMS = {
     "attention with an indexer": r"index|sparse_attention|lightning_attn|topk_blocks",
     "compressed attention": r"^compress_",
@@ -499,7 +500,7 @@ def _routed(config: _Config, top_k: int | None = None) -> dict[str, Any]:
 
 
 def _shared(config: _Config, width: int, default: int = 0) -> dict[str, Any]:
-    """What all tokens pass through: so many experts of ``width``."""
+    """The width of the experts that all tokens pass through: so many of ``width``."""
     return {"shared_width": config.whole(config.either(*_SHARED), default) * width}
 
 

@@ -48,7 +48,7 @@ _WORDS = {
     "experts": "of {} experts",
     "top_k": "of top-{}",
 }
-"""What a group is asked for, in this order, and how a message says so."""
+"""The fields by which a group is looked up, in this order, each with its words in a message."""
 _Way = Literal["dispatch", "combine"]
 
 
@@ -70,9 +70,9 @@ class DispatchTimes:
 
     def curve(self, key: DispatchKey) -> Curve:
         """The times of one call. Raises DispatchError where nobody measured it, naming what was measured."""
-        found = self.curves.get(key)
-        if found is not None:
-            return found
+        curve = self.curves.get(key)
+        if curve is not None:
+            return curve
         group = key.group
         like = {each.group for each in self.curves}
         for name, words in _WORDS.items():

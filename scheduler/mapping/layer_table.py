@@ -254,13 +254,13 @@ def model_operations(model: ModelShape) -> Iterator[tuple[LayerOp, int]]:
     """Each operation of the layers of a whole model, as a rank has it that shares with nobody, and
     how many layers have it: modules for more tokens too, with the first kind of attention and the
     last layer's FFN."""
-    whole, kinds, extra = LayerCut(), layer_kinds(model), model.mtp_layers
-    for place, (ops, layers) in enumerate(attention_kinds(model, whole)):
+    uncut, kinds, extra = LayerCut(), layer_kinds(model), model.mtp_layers
+    for place, (ops, layers) in enumerate(attention_kinds(model, uncut)):
         yield from ((op, layers + extra * (place == 0)) for op in ops)
     for is_moe in (True, False):
         number = kinds.count(is_moe) + extra * (kinds[-1] is is_moe)
         if number:
-            yield from ((op, number) for op in _rows(model, whole, is_moe, ()))
+            yield from ((op, number) for op in _rows(model, uncut, is_moe, ()))
 
 
 def _rows(model: ModelShape, cut: LayerCut, is_moe: bool, attention: Iterable[LayerOp]) -> Iterator[LayerOp]:

@@ -189,7 +189,8 @@ class LayerBuilder:
         return self._launched(setup, is_moe)[1]
 
     def _launched(self, setup: Setup, is_moe: bool) -> tuple[tuple[Compute, Compute], tuple[float, float]]:
-        """What :meth:`launches` and :meth:`least_us` say; counted once for all setups that have the same."""
+        """The answers of :meth:`launches` and :meth:`least_us`, counted once for all setups that have the
+        same."""
         by_calls = self.software.kernels is not None and self.calls.routes(setup) is None
         posts = self.calls.are_posted(setup)
         size, tp, cp, etp = setup.gpus // setup.pp, setup.tp, setup.cp, setup.etp

@@ -387,10 +387,10 @@ def _absent(held: parameters.StageElements, over: tuple[int, int, int]) -> float
 
 
 class _LayerBytes(NamedTuple):
-    """The activations of a layer and a micro-batch, bytes: what it has without recomputation, what
-    it keeps, what of that leaves the GPU, and what crosses to the host for it."""
+    """The activations of a layer and a micro-batch, bytes: those it makes, those that
+    it keeps for the backward pass, what of that leaves the GPU, and what crosses to the host for it."""
 
-    whole: float
+    made: float
     kept: float
     leaves: float
     crosses: float
@@ -401,7 +401,7 @@ class _LayerBytes(NamedTuple):
 
 
 def _layer_bytes(job: Job, setup: Setup, software: Software, recipe: Recipe | None) -> tuple[_LayerBytes, _LayerBytes]:
-    """Of a layer with experts, and of a dense one."""
+    """The activations of a layer with experts, and of a dense one."""
     tokens, rows = _tokens_and_rows(job, setup)
     cut, formats = parameters.cut_of(setup, software), _formats(software, recipe)
 
@@ -466,5 +466,5 @@ def _sizes(job: Job, setup: Setup, software: Software, recipe: Recipe | None) ->
         logits=_LOGIT * tokens * model.vocabulary * (1 + model.mtp_layers),  # tp · tokens meet 1 / tp of the vocabulary
         modules=_WEIGHT * tokens * 4 * model.hidden * model.mtp_layers,
         # and what recomputation brings back for one layer
-        working=_WEIGHT * working + max(each.whole - each.kept for each in layers),
+        working=_WEIGHT * working + max(each.made - each.kept for each in layers),
     )

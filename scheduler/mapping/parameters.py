@@ -175,21 +175,21 @@ class StageElements(NamedTuple):
 def count(model: ModelShape) -> Parameters:
     """Every parameter of ``model``. The head is nothing of its own where it is tied to the
     embedding."""
-    found: Counter[str] = Counter()
+    elements: Counter[str] = Counter()
     for op, layers in model_operations(model):
         for each in op.weights:
-            found[each.part] += layers * each.elements
+            elements[each.part] += layers * each.elements
     vocabulary, extra = model.vocabulary * model.hidden, model.mtp_layers
     return Parameters(
         embedding=vocabulary,
         head=0 if model.ties_embeddings else vocabulary,
-        attention=found["sharded"] + found["keys_values"] + found["copied"],
-        router=found["router"],
-        experts=found["experts"],
-        shared=found["shared"],
-        dense_ffn=found["dense_ffn"],
-        norms=found["norms"] + (1 + 3 * extra) * model.hidden + model.end_vectors,
-        active_experts=found["experts"] // model.experts * model.top_k,
+        attention=elements["sharded"] + elements["keys_values"] + elements["copied"],
+        router=elements["router"],
+        experts=elements["experts"],
+        shared=elements["shared"],
+        dense_ffn=elements["dense_ffn"],
+        norms=elements["norms"] + (1 + 3 * extra) * model.hidden + model.end_vectors,
+        active_experts=elements["experts"] // model.experts * model.top_k,
         mtp_projections=extra * 2 * model.hidden * model.hidden,
     )
 

@@ -59,11 +59,11 @@ class LayerBounds:
         """The least that one layer of each kind takes of a rank, µs of a micro-batch, where passes
         are merged. ``single``: by itself."""
         shares = merged_shares(setup.schedule, setup.pp, setup.micro_batches(self._job), setup.vpp)
-        found = {}
+        weights = {}
         for is_moe, alone in single.items():
             both = self._parts.merged_times(setup, is_moe, is_bound=True).total_us if level >= 2 else alone
-            found[is_moe] = min(alone, *(alone * (1 - share) + both * share for share in shares))
-        return found
+            weights[is_moe] = min(alone, *(alone * (1 - share) + both * share for share in shares))
+        return weights
 
     def _exchanged_us(self, setup: Setup) -> float:
         """Bound for how long a layer's tokens are on their way. The key: few of all mappings differ
