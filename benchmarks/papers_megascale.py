@@ -26,7 +26,6 @@ from commlayer.scheduler.mapping.pricing import Pricer
 from commlayer.scheduler.mapping.result import StepEstimate
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import MEGATRON
-from commlayer.scheduler.mapping.volumes import compute_over_communication
 
 __all__ = [
     "Gain",
@@ -207,17 +206,18 @@ def _hierarchical(cluster: Cluster, collective: str, nbytes: float, groups: int)
 
 
 def ratios() -> list[tuple[str, float, float]]:
-    """Equation 8 for the models of table 2: R inside a node of H800 (400 GB/s both directions) and over its network."""
+    """Equation 8 for the models of table 2: R inside a node of H800 (400 GB/s both directions) and over its network.
+
+    R, the experts' products over dispatch and combine, is printed with bandwidth in elements/s and peak in multiply-adds/s. With
+    BF16's 2 bytes and the 2 FLOPs of a multiply-add it is right in bytes and FLOPs too: 3/2 h_ffn · bandwidth/peak · n/(n-1).
+    """
     cluster = clusters.load(_CLUSTER)
-    flops = cluster.gpu.bf16_tflops * 1e12
+    of_many = _GPUS / (_GPUS - 1) / (cluster.gpu.bf16_tflops * 1e12)
     found = []
     for name in MEGASCALE_MODELS:
         model = catalog.load("deepseekmoe-16b" if name == "deepseekmoe" else name)
         inside, beyond = (
-            compute_over_communication(
-                _SEQUENCE, model.hidden, model.width, model.top_k, _GPUS, bytes_per_s=gbps * 1e9, flops_per_s=flops
-            ).value
-            for gbps in (cluster.peaks.intra_gbps, cluster.peaks.inter_gbps)
+            1.5 * model.width * gbps * 1e9 * of_many for gbps in (cluster.peaks.intra_gbps, cluster.peaks.inter_gbps)
         )
         found.append((name, inside, beyond))
     return found

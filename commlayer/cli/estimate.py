@@ -24,14 +24,12 @@ from commlayer.cli.measured_runs import keep_run as add_run
 from commlayer.cli.option_types import OUTPUT_FILE, OUTPUT_FOLDER, PICTURE, json_option, report_option
 from commlayer.cli.output_files import draw, tell, write_chrome
 from commlayer.cli.simulator_exports import simulator_export
-from commlayer.cli.tables import echo, echo_sentence, print_json, print_table, rounded
+from commlayer.cli.tables import echo, echo_sentence, print_json, print_table
 from commlayer.drawing.mapping_cells import (
     MEMORY_COLUMNS,
     PART_COLUMNS,
     TRAFFIC_COLUMNS,
     TRAFFIC_SPARE,
-    closed_form_words,
-    closed_forms,
     job_words,
     memory_cells,
     part_cells,
@@ -162,14 +160,12 @@ def _notes(found: StepEstimate) -> list[str]:
 
 
 def _as_dict(found: StepEstimate, request: Request) -> dict[str, Any]:
-    forms = closed_forms(found, request.cluster)
     return {
         "job": job_dict(request.job),
         "cluster": found.cluster,
         "software": found.software,
         "estimate": estimate_dict(found),
         "traffics": traffics_dict(found.traffics),
-        "closed_forms": {name: rounded(value, 6) for name, value in forms.items()},
     }
 
 
@@ -191,6 +187,4 @@ def _show(found: StepEstimate, request: Request) -> None:
     echo()
     echo_sentence(f"exposed, by lane: {exposed or 'nothing'}")
     for line in describe_validity(found):
-        echo_sentence(line)
-    for line in closed_form_words(closed_forms(found, request.cluster)):
         echo_sentence(line)

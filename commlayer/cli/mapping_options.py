@@ -34,7 +34,7 @@ from commlayer.readers.dispatch_files import read_dispatch_kernels
 from commlayer.readers.model_files import resolve as resolve_model
 from commlayer.scheduler.mapping import catalog, clusters, declared_links, hardware
 from commlayer.scheduler.mapping.cluster import Cluster
-from commlayer.scheduler.mapping.exports import SIMULATORS, TRAINERS
+from commlayer.scheduler.mapping.exports import TRAINERS
 from commlayer.scheduler.mapping.fitted_estimator import FittedEstimator
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Attention, ExchangeKind, Job, Precision, Setup
@@ -82,7 +82,7 @@ __all__ = [
 
 _DEFAULT_SOFTWARE = MEGATRON
 """The software that is meant where nobody says which: the one of most published runs."""
-EXPORT = click.Choice((*TRAINERS, *SIMULATORS))
+EXPORT = click.Choice((*TRAINERS, "chakra"))
 
 margin_option = click.option(
     "--memory-margin",

@@ -1,4 +1,4 @@
-"""A mapping's step as the input of a simulator: Chakra execution traces, and SimAI's workload."""
+"""A mapping's step as the input of a simulator: Chakra execution traces."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
-from commlayer.scheduler.mapping.exports import SIMULATORS, Export
+from commlayer.scheduler.mapping.exports import Export
 from commlayer.scheduler.mapping.job import Setup
 from commlayer.scheduler.mapping.simulate import Estimator
 
@@ -15,7 +15,7 @@ __all__ = ["simulator_export"]
 
 
 def simulator_export(kind: str | None, estimator: Estimator, folder: Path | None) -> Callable[[Setup], Export] | None:
-    """Return what writes a mapping for the simulator ``kind``; None where it is a trainer, or nobody.
+    """Return what writes a mapping for simulators, where ``kind`` is ``chakra``; None where it is a trainer, or nobody.
 
     ``folder``: where the files of Chakra go. Raises UsageError: a folder that is missing, or that no file goes into.
     """
@@ -23,9 +23,7 @@ def simulator_export(kind: str | None, estimator: Estimator, folder: Path | None
         raise UsageError("--export chakra writes a file for a rank of each stage: name a folder with --output")
     if kind != "chakra" and folder is not None:
         raise UsageError("--output: only --export chakra has files, all else goes to stdout")
-    if kind not in SIMULATORS:
-        return None
-    return lambda setup: _simai(estimator, setup) if folder is None else _chakra(estimator, setup, folder)
+    return None if folder is None else lambda setup: _chakra(estimator, setup, folder)
 
 
 def _chakra(estimator: Estimator, setup: Setup, folder: Path) -> Export:
@@ -38,21 +36,6 @@ def _chakra(estimator: Estimator, setup: Setup, folder: Path) -> Export:
         f"one rank of each of {counted(setup.pp, 'stage')}: the others of a stage do as much, in groups of their own",
         "times of calls are the simulator's: only what is computed has a duration",
     ]
-    return Export("chakra", {"files": written}, "\n".join(written), (*notes, *_kernels(estimator)))
-
-
-def _simai(estimator: Estimator, setup: Setup) -> Export:
-    from commlayer.scheduler.mapping.simai_workload import simai_workload
-
-    note = "a row's collective runs when its computation has ended: what the estimate hides behind computation is not hidden here"
-    text = simai_workload(estimator, setup).rstrip("\n")
-    return Export("simai", {"workload": text.splitlines()}, text, (note, *_kernels(estimator)))
-
-
-def _kernels(estimator: Estimator) -> tuple[str, ...]:
-    kernels = estimator.software.kernels
-    return (
-        ()
-        if kernels is None
-        else (f"what {kernels.name} sends is written as one all_to_all: simulators have no word for it",)
-    )
+    if (kernels := estimator.software.kernels) is not None:
+        notes.append(f"what {kernels.name} sends is written as one all_to_all: simulators have no word for it")
+    return Export("chakra", {"files": written}, "\n".join(written), tuple(notes))

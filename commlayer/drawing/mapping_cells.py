@@ -9,21 +9,11 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from commlayer.profiles.counted import counted
-from commlayer.profiles.links import Resource
 from commlayer.scheduler.mapping import parameters
-from commlayer.scheduler.mapping.cluster import Cluster
-from commlayer.scheduler.mapping.dispatch_kernels import DISPATCH_KERNELS
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.result import StepEstimate, Traffics
 from commlayer.scheduler.mapping.search import SearchResult
 from commlayer.scheduler.mapping.software import named_dispatcher
-from commlayer.scheduler.mapping.volumes import (
-    compute_over_communication,
-    expert_parallel_ffn,
-    sequence_parallel_attention_sent,
-    tensor_parallel_attention,
-    tensor_parallel_ffn,
-)
 from commlayer.units import format_bytes
 
 __all__ = [
@@ -34,8 +24,6 @@ __all__ = [
     "PART_COLUMNS",
     "TRAFFIC_COLUMNS",
     "TRAFFIC_SPARE",
-    "closed_form_words",
-    "closed_forms",
     "exposed_share",
     "interval_words",
     "job_words",
@@ -61,7 +49,6 @@ TRAFFIC_SPARE = (9, 1, 6, 7)
 JOB_NUMBERS = {"gpus": "GPU", "global_batch": "sequence", "sequence": "token"}
 """The numbers of a job that its description has, and what each counts."""
 _GB = 1e9
-_ACTIVATION_BYTES = 2
 
 
 def job_words(job: Job, cluster: str, software: str, varied: Mapping[str, Sequence[int]] | None = None) -> str:
@@ -175,62 +162,3 @@ def traffic_cells(traffics: Sequence[Traffics]) -> list[list[str]]:
 def nodes_words(nodes: Sequence[int]) -> str:
     """Ranks of a group on each node: 16x8, or 4x8+1x4."""
     return "+".join(f"{len(list(equal))}x{each}" for each, equal in groupby(nodes))
-
-
-def closed_forms(estimate: StepEstimate, cluster: Cluster) -> dict[str, float]:
-    """MegaScale-MoE's equations 1 to 4 for one layer's forward pass, in bytes that a rank sends (BF16), with tp·cp·… as they are;
-    and R, the experts' matrix products over dispatch and combine at the peaks (equations 5 to 9). Empty values are left out: a
-    group of one rank sends nothing. So are those of experts where kernels dispatch tokens, which send fewer bytes.
-    """
-    job, setup, model = estimate.job, estimate.setup, estimate.job.model
-    own = setup.micro_batch * job.sequence // (setup.cp * setup.tp)
-    forms: dict[str, float] = {}
-    if setup.tp > 1:
-        tokens = own * setup.tp
-        forms["attention_by_tp"] = tensor_parallel_attention(tokens, model.hidden, setup.tp)
-        ratio = model.heads / model.kv_heads
-        forms["attention_by_sp"] = sequence_parallel_attention_sent(tokens, model.hidden, setup.tp, ratio)
-    ranks = setup.ep if setup.ep > 1 else setup.etp
-    by_calls = not any(each.plan in DISPATCH_KERNELS for each in estimate.traffics)
-    if ranks > 1 and by_calls:
-        tokens = own * ranks
-        forms["ffn_by_ep"] = expert_parallel_ffn(tokens, model.hidden, ranks, model.top_k)
-        forms["ffn_by_tp"] = tensor_parallel_ffn(tokens, model.hidden, ranks)
-    forms = {name: elements * _ACTIVATION_BYTES for name, elements in forms.items()}
-    if setup.ep > 1 and by_calls:
-        crosses = len(cluster.nodes_of(setup.layout("ep"), setup.gpus)) > 1
-        link = Resource.INTER if crosses else Resource.INTRA
-        tflops = cluster.gpu.fp8_tflops if setup.precision == "fp8" else cluster.gpu.bf16_tflops
-        ratio_of = compute_over_communication(
-            own * setup.ep,
-            model.hidden,
-            model.width,
-            model.top_k,
-            setup.ep,
-            bytes_per_s=cluster.peaks.of(link) * 1e9,
-            flops_per_s=tflops * 1e12,
-            element_bytes=_ACTIVATION_BYTES,
-        )
-        forms["compute_over_communication"] = ratio_of.value
-    return forms
-
-
-def closed_form_words(forms: Mapping[str, float]) -> list[str]:
-    """Put into sentences what :func:`closed_forms` found."""
-    size = {name: format_bytes(round(value)) for name, value in forms.items()}
-    lines = []
-    if "attention_by_tp" in forms:
-        lines.append(
-            f"By MegaScale-MoE's equations a rank sends, forward in a layer, {size['attention_by_tp']} for attention by tp, and "
-            f"would send {size['attention_by_sp']} by sequence parallelism (Ulysses)."
-        )
-    if "ffn_by_ep" in forms:
-        lines.append(
-            f"For experts it sends {size['ffn_by_ep']} by all_to_all, or {size['ffn_by_tp']} by all_gather and reduce_scatter."
-        )
-    if "compute_over_communication" in forms:
-        ratio = forms["compute_over_communication"]
-        lines.append(
-            f"R = {ratio:.2f}: the experts' products take {ratio:.2f} times as long as dispatch and combine, both at their peaks."
-        )
-    return lines

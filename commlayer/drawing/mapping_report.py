@@ -12,8 +12,6 @@ from commlayer.drawing.mapping_cells import (
     PART_COLUMNS,
     TRAFFIC_COLUMNS,
     TRAFFIC_SPARE,
-    closed_form_words,
-    closed_forms,
     exposed_share,
     job_words,
     mapping_cells,
@@ -143,7 +141,6 @@ def _in_full(estimate: StepEstimate, cluster: Cluster) -> dict[str, object]:
         "memory": (MEMORY_COLUMNS, memory_cells(estimate)),
         "traffic": (TRAFFIC_COLUMNS, traffic_cells(estimate.traffics)),
         "traffic_spare": TRAFFIC_SPARE,
-        "closed_forms": closed_form_words(closed_forms(estimate, cluster)),
         "course": drawing("course", lambda: course_figure(estimate), "The course of a step") if has_course else None,
         "facts": facts,
     }

@@ -27,11 +27,9 @@ from commlayer.scheduler.mapping.precisions import recipe_of
 from commlayer.scheduler.mapping.recomputation import modules_of
 from commlayer.scheduler.mapping.software import MEGATRON, Software
 
-__all__ = ["SIMULATORS", "TRAINERS", "Export", "deepspeed", "export", "megatron", "torchtitan"]
+__all__ = ["TRAINERS", "Export", "deepspeed", "export", "megatron", "torchtitan"]
 
 TRAINERS = ("megatron", "deepspeed", "torchtitan")
-SIMULATORS = ("chakra", "simai")
-"""Whose input a step is written as (:mod:`commlayer.cli.simulator_exports`)."""
 
 Section = dict[str, Any]
 

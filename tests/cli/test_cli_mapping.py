@@ -539,14 +539,6 @@ def test_help_has_options_under_headings() -> None:
     assert any(line.startswith("  --dispatcher ") for line in software)
 
 
-def test_closed_forms_are_megascales() -> None:
-    forms = call_json("estimate", *JOB, *ONE)["closed_forms"]
-    tokens, hidden, tp, ep = 4096, 4096, 2, 8
-    assert forms["attention_by_tp"] == 2 * 2 * tokens * hidden * (tp - 1) / tp
-    assert forms["ffn_by_ep"] == 2 * 2 * 2 / ep * (tokens // tp * ep) * hidden * (ep - 1) / ep
-    assert forms["compute_over_communication"] > 0
-
-
 def test_a_mapping_that_does_not_fit_is_estimated_and_said_not_to(tmp_path: Path) -> None:
     result = call("estimate", *JOB, "--ep", "8", "--json")
     assert "does not fit" in result.stderr

@@ -14,7 +14,7 @@ from html_page import HtmlPage
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlayer.drawing.mapping_cells import closed_forms, mapping_cells, nodes_words, part_cells, short_mappings
+from commlayer.drawing.mapping_cells import mapping_cells, nodes_words, part_cells, short_mappings
 from commlayer.drawing.mapping_figures import (
     PARTS,
     FigureLine,
@@ -189,16 +189,6 @@ def test_cells_say_what_does_not_fit() -> None:
     assert mapping_cells("1", made_up(limit=60e9))[5].endswith("!")
     assert part_cells(made_up())[-1][:2] == ["the step", "1,000.00"]
     assert nodes_words((8, 8, 4)) == "2x8+1x4"
-
-
-def test_closed_forms_leave_out_groups_of_one() -> None:
-    assert closed_forms(made_up(Setup(gpus=32, pp=4)), CLUSTER) == {}
-    of_attention = {"attention_by_tp", "attention_by_sp"}
-    of_experts = {"ffn_by_ep", "ffn_by_tp", "compute_over_communication"}
-    assert set(closed_forms(made_up(), CLUSTER)) == of_attention | of_experts
-    # kernels send a token once to a node, so neither the bytes of all_to_all nor R are theirs
-    by_kernels = tuple(replace(each, plan="deepep") for each in made_up().traffics)
-    assert set(closed_forms(made_up(traffics=by_kernels), CLUSTER)) == of_attention
 
 
 # The course of a step

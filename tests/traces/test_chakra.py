@@ -7,6 +7,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,12 @@ def test_sharded_weights_and_gradients_are_waited_for(graphs: dict[int, list[Ran
 def test_what_a_graph_has_no_words_for_is_refused(setup: Setup, reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         rank_graph(Estimator(JOB, CLUSTER, MEGATRON), setup, 0)
+
+
+def test_modules_of_multi_token_prediction_are_refused() -> None:
+    job = replace(JOB, model=replace(JOB.model, mtp_layers=1))
+    with pytest.raises(UsageError, match="set mtp to 0"):
+        rank_graph(Estimator(job, CLUSTER, MEGATRON), Setup(gpus=32, tp=2, ep=8, pp=2, vpp=2), 0)
 
 
 def test_tokens_in_two_levels_are_refused_and_kernels_are_one_exchange() -> None:

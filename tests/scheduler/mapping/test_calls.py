@@ -26,7 +26,6 @@ from commlayer.integrations.moe.router import RouterConfig
 from commlayer.integrations.remat import Rematerialise
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import bus_factor
-from commlayer.scheduler.mapping import volumes
 from commlayer.scheduler.mapping.dispatch_levels import DispatchLevels
 from commlayer.scheduler.mapping.folded import AXES
 from commlayer.scheduler.mapping.job import Attention, Job, Setup
@@ -275,30 +274,33 @@ def sent_elements(exchanges: Iterable[StepCollective], axis: str, ranks: int) ->
 
 
 @given(TOKENS_OF)
-def test_volumes_are_megascales(drawn: tuple[int, ...]) -> None:
+def test_a_layer_sends_what_megascale_says(drawn: tuple[int, ...]) -> None:
+    """MegaScale-MoE's equations 1 to 4 (arXiv:2505.11432), in elements that one rank sends in a layer's forward pass.
+
+    Equation 2 as printed has twice what its two all_to_all send, (1+2/m)bsh/n of queries, keys and values and bsh/n of outputs,
+    while equations 1, 3 and 4 agree with their calls.
+    """
     heads_per_key, kv_heads, size, k, n, cp, factor = drawn
     heads = heads_per_key * kv_heads
     model = replace(SHAPE, heads=heads, kv_heads=kv_heads, head_dim=size, hidden=heads * size, top_k=k, shared_width=0)
     sequence = 2 * cp * n * factor
     job = Job(model=model, gpus=n * cp, global_batch=2, sequence=sequence)
-    tokens = 2 * sequence // cp
+    sent = 2 * sequence // cp * model.hidden * (n - 1) / n  # bsh(n-1)/n
+    gathered, exchanged = 2 * sent, 2 * k / n * sent  # equations 1 and 4, and 3
     for software in (COMMLAYER, MEGATRON):
         kinds: dict[Attention, float] = {
-            "tensor": volumes.tensor_parallel_attention(tokens, model.hidden, n),
-            "ulysses": volumes.sequence_parallel_attention_sent(tokens, model.hidden, n, heads_per_key),
+            "tensor": gathered,
+            "ulysses": sent * (2 + 2 / heads_per_key) / n,
         }
         for attention, volume in kinds.items():
             setup = Setup(gpus=n * cp, tp=n, cp=cp, ep=n, micro_batch=2, attention=attention)
             found = layer_forward(job, setup, software)
             assert sent_elements(found, "tp", n) == pytest.approx(volume)
-            experts = volumes.expert_parallel_ffn(tokens, model.hidden, n, k)
-            assert sent_elements(found, "ep", n) == pytest.approx(experts)
-            assert sent_elements(layer_backward(job, setup, COMMLAYER), "ep", n) == pytest.approx(experts)
-            gathered = layer_forward(job, replace(setup, exchange="all_gather"), software)
-            assert sent_elements(gathered, "ep", n) == pytest.approx(
-                volumes.tensor_parallel_ffn(tokens, model.hidden, n)
-            )
-            assert (sent_elements(gathered, "ep", n) < experts) == (k > n)
+            assert sent_elements(found, "ep", n) == pytest.approx(exchanged)
+            assert sent_elements(layer_backward(job, setup, COMMLAYER), "ep", n) == pytest.approx(exchanged)
+            of_all = sent_elements(layer_forward(job, replace(setup, exchange="all_gather"), software), "ep", n)
+            assert of_all == pytest.approx(gathered)
+            assert (of_all < exchanged) == (k > n)
 
 
 def test_ring_and_gather_move_the_same_keys_and_values() -> None:

@@ -15,7 +15,7 @@ from layer_parts import layer_parts
 from paper_activations import LayerShape, monta_activation_bytes, monta_parallel_activation_bytes
 
 from commlayer.profiles.errors import GroupError, UsageError
-from commlayer.scheduler.mapping import catalog, clusters, flops, layer_table, memory, parameters, volumes
+from commlayer.scheduler.mapping import catalog, clusters, flops, layer_table, memory, parameters
 from commlayer.scheduler.mapping.hardware import GPUS
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Job, Setup
@@ -658,50 +658,6 @@ def test_montas_table_of_weights(model: ModelShape, tp: int, ep: int) -> None:
         dense, expert = per_gpu(model, setup)
         expected = dense * (kept + sharded / data) + expert * (kept + sharded * ep / data)
         assert sum(_states(memory.estimate(_job(model), setup, software=SHORT_SUMS))) == pytest.approx(expected)
-
-
-# MegaScale's volumes
-
-
-def test_volumes_are_the_papers() -> None:
-    tokens, hidden, ranks = 8192, 4096, 8
-    whole = tokens * hidden * 7 / 8
-    assert volumes.tensor_parallel_attention(tokens, hidden, ranks) == 2 * whole
-    assert volumes.tensor_parallel_ffn(tokens, hidden, ranks) == 2 * whole
-    assert volumes.expert_parallel_ffn(tokens, hidden, ranks, 2) == 2 * whole * 2 / 8
-    sent = volumes.sequence_parallel_attention_sent(tokens, hidden, ranks, 4)
-    assert sent == pytest.approx((tokens / ranks) * (1.5 * hidden + hidden) * 7 / 8)
-    # As printed, twice as much, it is "about one-fourth" of tensor parallelism's on 8 GPUs.
-    assert 0.25 <= 2 * sent / (2 * whole) <= 0.32
-
-
-@given(st.integers(1, 64), st.integers(1, 64))
-def test_all_gather_moves_less_than_all_to_all_where_k_exceeds_n(top_k: int, ranks: int) -> None:
-    """But for one rank, where nothing moves."""
-    gathered = volumes.tensor_parallel_ffn(64, 64, ranks)
-    exchanged = volumes.expert_parallel_ffn(64, 64, ranks, top_k)
-    if ranks > 1:
-        assert (top_k > ranks) == (gathered < exchanged)
-
-
-@given(st.integers(2, 512), st.integers(1, 8), st.sampled_from((1, 2, 4)))
-def test_compute_over_communication(ranks: int, top_k: int, element_bytes: int) -> None:
-    """Equations 5 to 9: R depends on width and hardware alone."""
-    ratio = volumes.compute_over_communication(
-        4096, 1024, 14336, top_k, ranks, bytes_per_s=50e9, flops_per_s=989e12, element_bytes=element_bytes
-    )
-    limit = 3 * 14336 * 50e9 / (element_bytes * 989e12)
-    assert ratio.limit == pytest.approx(limit)
-    assert ratio.value == pytest.approx(limit * ranks / (ranks - 1))
-    if element_bytes == 2:
-        assert ratio.limit == pytest.approx(1.5 * 14336 * 50e9 / 989e12)
-
-
-def test_groups_of_no_ranks_are_refused() -> None:
-    with pytest.raises(UsageError, match="at least 1 rank, got 0"):
-        volumes.tensor_parallel_attention(1, 1, 0)
-    with pytest.raises(UsageError, match="at least 2 for anything to be sent, got 1"):
-        volumes.compute_over_communication(1, 1, 1, 1, 1, bytes_per_s=1, flops_per_s=1)
 
 
 # Multi-token prediction
