@@ -438,7 +438,6 @@ def test_estimate_shows_every_part_and_every_call() -> None:
         assert each["count"] >= 1
         assert each["total_us"] == pytest.approx(each["us"] * each["count"], abs=1e-2 * each["count"])
     assert {"dispatch", "combine"} <= {each["name"] for each in found["traffics"]}
-    assert "R = " in output
 
 
 def test_modules_are_offloaded_by_name() -> None:
