@@ -74,7 +74,7 @@ def import_command(
     profile = nccl_profile(runs, name=name or output.stem, base=catalog.load_profile(base) if base else None)
     save_profile(profile, output, replaces=force)
     read = [
-        f"{each.collective} of {counted(each.key[2] if each.key else each.ranks, 'rank')}, "
+        f"{each.collective} of {counted(each.key[2] if each.key else sum(each.nodes), 'rank')}, "
         f"{counted(len(each.times_us), 'size')}"
         for each in runs
     ]

@@ -11,19 +11,22 @@ from commlayer.profiles.errors import UsageError
 from commlayer.profiles.printable import shortened
 from commlayer.readers.launch_variables import logical_text, split_words, substituted, unread_expansion
 
-__all__ = ["Flags", "LaunchFormat", "is_assigned", "read_flags"]
+__all__ = ["ON_LINE", "Flags", "LaunchFormat", "is_assigned", "read_flags"]
 
 
-_ON_LINE = " of the launch line"
+ON_LINE = " of the launch line"
 
 
 class Flags(dict[str, list[str]]):
-    """The values of each flag, by its name with hyphens; and where it was said, for messages."""
+    """The values of each flag, by its name with hyphens; and where it was said, for messages.
+
+    ``asked``: the flags whose values somebody has asked for.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._origins: dict[str, str] = {}
-        self._asked: set[str] = set()
+        self.asked: set[str] = set()
 
     def add(self, name: str, values: list[str], origin: str) -> None:
         """Enter a flag; ``origin``: how a message names it."""
@@ -32,15 +35,7 @@ class Flags(dict[str, list[str]]):
 
     def origin(self, name: str) -> str:
         """The flag as whoever wrote it finds it again."""
-        return self._origins.get(name, f"--{name}{_ON_LINE}")
-
-    def short_origin(self, name: str) -> str:
-        """The flag without where it stands, for lists."""
-        return self.origin(name).removesuffix(_ON_LINE)
-
-    def like(self, name: str, other: str) -> str:
-        """``other`` written as the flag ``name`` is."""
-        return f"--{other}" if self.origin(name).startswith("--") else other
+        return self._origins.get(name, f"--{name}{ON_LINE}")
 
     def value(self, name: str, default: str | None = None) -> str:
         """The value of a flag, or ``default`` where it is not given. Raises UsageError for a flag without its value."""
@@ -51,7 +46,7 @@ class Flags(dict[str, list[str]]):
     def values_of(self, name: str, most: int | None = None) -> tuple[str, ...]:
         """The first values of a flag, ``most`` of them. Raises UsageError for a flag without its value, and for one that only
         the shell knows."""
-        self._asked.add(name)
+        self.asked.add(name)
         if not self.get(name):
             raise UsageError(
                 f"{self.origin(name)}: expected a value behind it, got none: write it as the shell gets it"
@@ -64,26 +59,21 @@ class Flags(dict[str, list[str]]):
             )
         return values
 
-    def unread(self, names: Collection[str]) -> Iterator[str]:
-        """List what only the shell knows behind switches among ``names``, whose values nobody has asked for."""
-        for name in self:
-            if name in names and name not in self._asked:
-                yield from filter(unread_expansion, self[name])
-
     def whole(self, name: str, least: int = 1, default: str = "1") -> int:
         """A whole number of at least ``least``. Raises UsageError for another."""
-        return self._as_whole(name, self.value(name, default), least)
+        return self.wholes(name, least, (default,), most=1)[0]
 
-    def wholes(self, name: str) -> tuple[int, ...]:
-        """Whole numbers of at least 1. Raises UsageError for others."""
-        return tuple(self._as_whole(name, text, 1) for text in self.values_of(name))
-
-    def _as_whole(self, name: str, text: str, least: int) -> int:
-        if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= least):
-            raise UsageError(
-                f"{self.origin(name)}: expected a whole number of at least {least}, got {shortened(text)!r}"
-            )
-        return int(text)
+    def wholes(
+        self, name: str, least: int = 1, default: tuple[str, ...] = (), most: int | None = None
+    ) -> tuple[int, ...]:
+        """Whole numbers of at least ``least``, ``most`` of them. Raises UsageError for others."""
+        values = self.values_of(name, most) if name in self else default
+        for text in values:
+            if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= least):
+                raise UsageError(
+                    f"{self.origin(name)}: expected a whole number of at least {least}, got {shortened(text)!r}"
+                )
+        return tuple(map(int, values))
 
     def real(self, name: str, most: float = math.inf) -> str:
         """A finite number from 0 to ``most``, as it is written. Raises UsageError for another."""
@@ -113,10 +103,6 @@ class Flags(dict[str, list[str]]):
         return values
 
 
-def _no_words(_: Flags) -> tuple[str, ...]:
-    return ()
-
-
 @dataclass(frozen=True)
 class LaunchFormat:
     """The flags of one trainer.
@@ -134,8 +120,8 @@ class LaunchFormat:
     changing: frozenset[str]
     options: Callable[[Flags], Iterator[tuple[str, object]]]
     shape: Callable[[Flags], Mapping[str, str]]
-    unlike: Callable[[Flags], tuple[str, ...]] = _no_words
-    remarks: Callable[[Flags], tuple[str, ...]] = _no_words
+    unlike: Callable[[Flags], tuple[str, ...]]
+    remarks: Callable[[Flags], tuple[str, ...]] = lambda _: ()
 
 
 _COMPUTED = r"""["']?(\$\(|`)(?![^)`\n]*\s--)"""
@@ -158,7 +144,7 @@ def read_flags(text: str, variables: Mapping[str, str]) -> tuple[Flags, list[str
         if word.startswith("--") and len(word) > 2:
             name, has_value, value = word[2:].partition("=")
             values = _values_in(value, variables) if has_value else []
-            found.add(name, values, f"--{shortened(name)}{_ON_LINE}")
+            found.add(name, values, f"--{shortened(name)}{ON_LINE}")
         elif word in _ENDS:
             values = []  # of no flag
         else:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.printable import shortened
-from commlayer.readers.launch_flags import Flags, LaunchFormat, is_assigned, read_flags
-from commlayer.readers.launch_variables import variables_of
+from commlayer.readers.launch_flags import ON_LINE, LaunchFormat, is_assigned, read_flags
+from commlayer.readers.launch_variables import unread_expansion, variables_of
 from commlayer.readers.megatron_args import MEGATRON_ARGS
 from commlayer.readers.torchtitan_args import TORCHTITAN_ARGS, is_torchtitan, with_configuration
 from commlayer.scheduler.mapping.model import ModelShape
@@ -71,6 +71,8 @@ def read_launch(text: str, environment: Mapping[str, str] | None = None) -> Laun
     Raises UsageError for quotes that do not end, a line without flags, a variable without a value, a configuration that cannot
     be read, and for what this planner does not model.
     """
+    import difflib
+
     variables = variables_of(text, environment or {})
     flags, expanded = read_flags(text, variables)
     if is_torchtitan(text, flags):
@@ -86,36 +88,32 @@ def read_launch(text: str, environment: Mapping[str, str] | None = None) -> Laun
         )
     options = dict(launch_format.options(flags))
     shape = launch_format.shape(flags)
-    changing, unread, beyond = [], [], {*launch_format.changing, *launch_format.unlike(flags)}
+    known, beyond = (
+        {*launch_format.read, *launch_format.changing},
+        {*launch_format.changing, *launch_format.unlike(flags)},
+    )
+    unread = [name for name in flags if name not in beyond and name not in launch_format.read]
+    # Behind switches, whose values nobody asks for, only the shell knows what its variables hold.
     for name in flags:
-        if name in beyond:
-            changing.append(name)
-        elif name not in launch_format.read:
-            unread.append(name)
-    expanded += flags.unread({*launch_format.read, *launch_format.changing})
-    unknown = tuple(shortened(word) for word in dict.fromkeys(expanded) if not is_assigned(word, text))
-    misspelt = (_question(name, flags, launch_format) for name in unread)
+        if name in known and name not in flags.asked:
+            expanded += filter(unread_expansion, flags[name])
+    misspelt = []
+    for name in unread:
+        # A flag with another number or another ``no-`` says something else, however alike.
+        said, origin = (re.findall(r"\d+", name), name.startswith("no-")), flags.origin(name)
+        alike = [flag for flag in sorted(known) if (re.findall(r"\d+", flag), flag.startswith("no-")) == said]
+        for close in difflib.get_close_matches(name, alike, n=1, cutoff=_ALIKE):
+            meant = f"--{close}" if origin.startswith("--") else close
+            misspelt.append(f"{origin} is not read: did you mean {meant}?")
     return Launch(
         options,
         shape,
-        tuple(flags.short_origin(name) for name in changing),
-        tuple(dict.fromkeys(flags.short_origin(name) for name in unread)),
-        unknown,
+        tuple(flags.origin(name).removesuffix(ON_LINE) for name in flags if name in beyond),
+        tuple(dict.fromkeys(flags.origin(name).removesuffix(ON_LINE) for name in unread)),
+        tuple(shortened(word) for word in dict.fromkeys(expanded) if not is_assigned(word, text)),
         launch_format.remarks(flags),
-        tuple(filter(None, misspelt)),
+        tuple(misspelt),
     )
-
-
-def _question(name: str, flags: Flags, launch_format: LaunchFormat) -> str:
-    """Which flag an unread one may have been meant to be; empty where it is like none. A flag with another number or another
-    ``no-`` says something else, however alike."""
-    import difflib
-
-    said = (re.findall(r"\d+", name), name.startswith("no-"))
-    flags_known = sorted({*launch_format.read, *launch_format.changing})
-    known = [flag for flag in flags_known if (re.findall(r"\d+", flag), flag.startswith("no-")) == said]
-    close = difflib.get_close_matches(name, known, n=1, cutoff=_ALIKE)
-    return f"{flags.origin(name)} is not read: did you mean {flags.like(name, close[0])}?" if close else ""
 
 
 _ALIKE = 0.89

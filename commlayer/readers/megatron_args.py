@@ -99,10 +99,12 @@ def _options(flags: Flags) -> Iterator[tuple[str, object]]:
     yield from _chunks(flags)
     yield from _attention(flags)
     yield from _memory(flags)
-    yield from _optimizer(flags)
     if graphs := _graphs(flags):
         yield "cuda_graphs", graphs
-    yield from _dispatch(flags)
+    kind = flags.one_of("moe-token-dispatcher-type", ("allgather", "alltoall", "flex"), "allgather")
+    yield "exchange", "all_gather" if kind == "allgather" else "all_to_all"
+    backend = flags.one_of("moe-flex-dispatcher-backend", ("deepep", "hybridep"), "deepep")
+    yield "dispatcher", backend if kind == "flex" or "moe-enable-deepep" in flags else "nccl"
     if "overlap-moe-expert-parallel-comm" in flags:
         yield "schedule", "1f1b-overlap"
     stage = "1" if "use-distributed-optimizer" in flags else "0"
@@ -151,7 +153,7 @@ def _chunks(flags: Flags) -> Iterator[tuple[str, object]]:
 def _attention(flags: Flags) -> Iterator[tuple[str, object]]:
     """Ulysses, which is a kind of context parallelism there, and of tensor parallelism here."""
     name = "hierarchical-context-parallel-sizes"
-    sizes = flags.wholes(name) if name in flags else ()
+    sizes = flags.wholes(name)
     kind = flags.value("cp-comm-type", "p2p")
     if kind not in ("a2a", "a2a+p2p"):
         return
@@ -181,9 +183,6 @@ def _memory(flags: Flags) -> Iterator[tuple[str, object]]:
     if "fp8-format" in flags:
         recipes = {recipe.megatron: name for name, recipe in RECIPES.items() if recipe.megatron}
         yield "precision", recipes[flags.one_of("fp8-recipe", recipes, "delayed")]
-
-
-def _optimizer(flags: Flags) -> Iterator[tuple[str, object]]:
     if "grad-reduce-in-bf16" in flags and "main-grads-dtype" not in flags:
         yield "main_grads_dtype", "bf16"
     is_part = "optimizer-offload-fraction" in flags
@@ -224,13 +223,6 @@ def _unlike(flags: Flags) -> tuple[str, ...]:
     if flags.value("cp-comm-type", "p2p") not in ("p2p", "a2a", "a2a+p2p"):
         found.append("cp-comm-type")
     return tuple(found)
-
-
-def _dispatch(flags: Flags) -> Iterator[tuple[str, object]]:
-    kind = flags.one_of("moe-token-dispatcher-type", ("allgather", "alltoall", "flex"), "allgather")
-    yield "exchange", "all_gather" if kind == "allgather" else "all_to_all"
-    backend = flags.one_of("moe-flex-dispatcher-backend", ("deepep", "hybridep"), "deepep")
-    yield "dispatcher", backend if kind == "flex" or "moe-enable-deepep" in flags else "nccl"
 
 
 def _shape(flags: Flags) -> dict[str, str]:

@@ -142,10 +142,6 @@ class NcclRun:
     holdout_error: float | None = None
     kind: str = "measured"
 
-    @property
-    def ranks(self) -> int:
-        return sum(self.nodes)
-
 
 def read_nccl_runs(
     path: str | os.PathLike[str], collective: str = "", nodes: tuple[int, ...] = ()
@@ -182,9 +178,7 @@ def _of_words(data: bytes, where: str, collective: str, nodes: tuple[int, ...]) 
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
-        lines = [line for line in text.splitlines() if line.strip()]
-        is_inspector = bool(lines) and lines[0].lstrip().startswith("{")
-        content = _objects(lines, where) if is_inspector else None
+        content = _objects(text, where) if text.lstrip().startswith("{") else None
     if collective and _says_itself(content):
         raise ProfileError(
             f"collective: {where} says itself of which one its times are, got {collective} in its place: leave it out"
@@ -212,23 +206,19 @@ def _says_itself(content: Any) -> bool:
     return any(_key(str(name)) for name in names)
 
 
-def _objects(lines: Sequence[str], where: str) -> list[Any]:
+def _objects(text: str, where: str) -> list[Any]:
     """The objects of a file that has one a line; of the last line a part may be missing, as a job that was killed leaves it."""
-    entries: list[Any] = []
+    entries, lines = [], [line for line in text.splitlines() if line.strip()]
     for number, line in enumerate(lines, start=1):
-        each = _object(line)
-        if each is None and number < len(lines):
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            entry = None
+        if isinstance(entry, dict):
+            entries.append(entry)
+        elif number < len(lines):
             raise ProfileError(f"{where}: line {number}: expected one JSON object a line, got {line[:60]!r}")
-        entries += [] if each is None else [each]
     return entries
-
-
-def _object(line: str) -> dict[str, Any] | None:
-    try:
-        content = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None
 
 
 def _of_text(text: str, where: str, collective: str, nodes: tuple[int, ...]) -> NcclRun:
@@ -270,21 +260,12 @@ def _of_json(
         time_us = measured.cpu_time if measured.time is None else measured.time
         if result.size > 0 and 0 < time_us < math.inf:
             groups[result.experiment_name or ""][result.size] = time_us
-    base = NcclRun(
-        "",
-        nodes,
-        {},
-        f"nccl-tests' JSON {os.path.basename(where)}",
-        kind=file.profile_kind,
-    )
-    runs = []
+    source, runs = f"nccl-tests' JSON {os.path.basename(where)}", []
     for name, times in groups.items():
         key = _key(name)
         test = key[0] if key else collective or _program(program, where)
         cluster = nodes or _nodes(all_hosts if key else hosts, where)  # a curve's key says of how many of them it is
-        runs.append(
-            replace(base, collective=test, nodes=cluster, times_us=times, key=key, holdout_error=file.holdout_error)
-        )
+        runs.append(NcclRun(test, cluster, times, source, key, file.holdout_error, file.profile_kind))
     return runs, []
 
 
@@ -333,7 +314,12 @@ def _of_table(data: bytes, where: str, collective: str, nodes: tuple[int, ...]) 
         raise ProfileError(f"{where}: a table says itself of what its times are: leave --collective and --topology out")
     times: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)
     left_out: Counter[str] = Counter()
-    for row in convert(_rows(data, where), list[_TabledTime], f"{where}, as aiconfigurator's table", {}):
+    names, rows = table_rows(data, where, _TabledTime.__struct_fields__)
+    if "dispatch_transmit_us" in names:
+        raise ProfileError(
+            f"{where}: these are times of DeepEP, which are no collective's: give the table to --dispatcher"
+        )
+    for row in convert(rows, list[_TabledTime], f"{where}, as aiconfigurator's table", {}):
         size, time_us = row.message_size * _ELEMENT_BYTES.get(row.nccl_dtype, 0), row.latency * 1e3
         if row.op_name not in _TESTS or row.num_gpus < 2 or size < 1 or not 0 < time_us < math.inf:
             left_out["rows of another operation or format, or without a size or a time"] += 1
@@ -345,16 +331,6 @@ def _of_table(data: bytes, where: str, collective: str, nodes: tuple[int, ...]) 
     source = f"aiconfigurator's table {where}"
     runs = [NcclRun(name, (ranks,), sizes, source) for (name, ranks), sizes in times.items()]
     return runs, [f"{count} {what}" for what, count in left_out.items()]
-
-
-def _rows(data: bytes, where: str) -> list[dict[str, Any]]:
-    """The columns of a table that :class:`_TabledTime` has, row by row."""
-    names, rows = table_rows(data, where, _TabledTime.__struct_fields__)
-    if "dispatch_transmit_us" in names:
-        raise ProfileError(
-            f"{where}: these are times of DeepEP, which are no collective's: give the table to --dispatcher"
-        )
-    return rows
 
 
 def _program(program: str, where: str) -> str:
@@ -433,9 +409,8 @@ def _keys(run: NcclRun) -> Iterator[tuple[str, str, int]]:
     if run.key:
         yield run.key
         return
-    link = "inter" if len(run.nodes) > 1 else "intra"
     for collective in _TESTS[run.collective]:
-        yield collective, link, run.ranks
+        yield collective, "inter" if len(run.nodes) > 1 else "intra", sum(run.nodes)
 
 
 def _curve(key: tuple[str, str, int], sizes: Mapping[int, float], runs: Sequence[NcclRun]) -> Curve:

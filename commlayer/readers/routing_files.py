@@ -105,7 +105,18 @@ def read_routing(path: StrPath) -> ExpertLoads:
         raise UsageError(
             f"{where}: field checksum: it is not that of the content, which was cut or edited. Record it again"
         )
-    return _loads_of(file, where)
+    if not file.layers or file.steps * file.experts * len(file.layers) > _MOST_NUMBERS:
+        raise UsageError(
+            f"{where}: field layers: expected at least one, and at most {_MOST_NUMBERS} counts in all, got {len(file.layers)} "
+            f"layers with {file.steps} steps of {file.experts} experts"
+        )
+    import numpy as np
+
+    counts = np.stack([_unpacked(layer, place, file, where) for place, layer in enumerate(file.layers)], 1)
+    try:
+        return ExpertLoads(counts, tuple(layer.name for layer in file.layers), file.top_k, file.stride, file.source)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from error
 
 
 def read_routing_folder(folder: StrPath) -> ExpertLoads:
@@ -126,23 +137,6 @@ def read_routing_folder(folder: StrPath) -> ExpertLoads:
 def routing_path(folder: StrPath, rank: int) -> Path:
     """The file of one rank."""
     return Path(folder) / f"routing-{rank:05d}.json"
-
-
-def _loads_of(file: _RoutingFile, where: str) -> ExpertLoads:
-    import numpy as np
-
-    if not file.layers or file.steps * file.experts * len(file.layers) > _MOST_NUMBERS:
-        raise UsageError(
-            f"{where}: field layers: expected at least one, and at most {_MOST_NUMBERS} counts in all, got {len(file.layers)} "
-            f"layers with {file.steps} steps of {file.experts} experts"
-        )
-    counts = [_unpacked(layer, place, file, where) for place, layer in enumerate(file.layers)]
-    try:
-        return ExpertLoads(
-            np.stack(counts, 1), tuple(layer.name for layer in file.layers), file.top_k, file.stride, file.source
-        )
-    except UsageError as error:
-        raise UsageError(f"{where}: {error}") from error
 
 
 def _unpacked(layer: _Layer, place: int, file: _RoutingFile, where: str) -> Array:

@@ -21,10 +21,16 @@ def table_rows(data: bytes, where: str, wanted: Iterable[str]) -> tuple[tuple[st
     Raises:
         ProfileError: no such table, more than a million rows, or parquet where pyarrow is not installed.
     """
-    return _of_parquet(data, where, wanted) if data.startswith(PARQUET) else _of_csv(data, where, wanted)
-
-
-def _of_parquet(data: bytes, where: str, wanted: Iterable[str]) -> tuple[tuple[str, ...], list[dict[str, Any]]]:
+    if not data.startswith(PARQUET):
+        columns = set(wanted)
+        try:
+            lines = data.decode().splitlines()
+            _check_count(where, len(lines) - 1)
+            table = csv.DictReader(lines, strict=True)
+            rows = [{name: value for name, value in row.items() if name in columns} for row in table]
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise ProfileError(f"{where}: expected a table as parquet or as CSV: {error}") from error
+        return tuple(table.fieldnames or ()), rows
     try:
         from pyarrow import BufferReader
         from pyarrow.parquet import ParquetFile
@@ -37,18 +43,6 @@ def _of_parquet(data: bytes, where: str, wanted: Iterable[str]) -> tuple[tuple[s
         return names, file.read(columns=[name for name in wanted if name in names]).to_pylist()
     except (OSError, ValueError) as error:
         raise ProfileError(f"{where}: expected a parquet table: {error}") from error
-
-
-def _of_csv(data: bytes, where: str, wanted: Iterable[str]) -> tuple[tuple[str, ...], list[dict[str, Any]]]:
-    columns = set(wanted)
-    try:
-        lines = data.decode().splitlines()
-        _check_count(where, len(lines) - 1)
-        table = csv.DictReader(lines, strict=True)
-        rows = [{name: value for name, value in row.items() if name in columns} for row in table]
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ProfileError(f"{where}: expected a table as parquet or as CSV: {error}") from error
-    return tuple(table.fieldnames or ()), rows
 
 
 def _check_count(where: str, count: int) -> None:
