@@ -14,7 +14,10 @@ highest.
 The example plugin sets the number of channels to 1 before it looks for a row, which NCCL takes as it
 is; only 0 leaves the number to NCCL (plugins/tuner/example/plugin.c of 2.28 to 2.30,
 ``pluginGetCollInfo``; src/enqueue.cc, ``ncclGetAlgoInfo``). The -1 that its README has for that leaves
-the 1. So rows have 0, and :data:`ONE_CHANNEL` says what to change for calls without a row.
+the 1. So rows have 0, and :data:`ONE_CHANNEL` says what to change for calls without a row. NCCLX's
+tuner leaves the number as NCCL has it where a row has -1 (``metaTunerGetCollInfo``), as its README
+says. What may follow the ranks of a node is left out: there its versions have other columns, and
+0 is the size of chunks in one, and a number of pipelined operations that no call has in another.
 """
 
 from __future__ import annotations
@@ -150,14 +153,14 @@ def ncclx_table(rows: Iterable[TunerRow], comments: Sequence[str] = ()) -> str:
     for row in rows:
         if row.num_ranks % row.num_nodes:
             raise UsageError(f"NCCLX counts ranks of each node: {row.num_ranks} on {row.num_nodes} nodes are uneven")
-    columns = "collective,bytesPerRank,algorithm,protocol,channels,nNodes,nLocalRanks,chunkSize"
+    columns = "collective,bytesPerRank,algorithm,protocol,channels,nNodes,nLocalRanks"
     return _text([columns, *comments], rows, _ncclx_row)
 
 
 def _ncclx_row(row: TunerRow) -> str:
     first, behind = row.min_bytes // row.num_ranks, -(-(row.max_bytes + 1) // row.num_ranks)
     where = f"{row.num_nodes},{row.num_ranks // row.num_nodes}"
-    return f"{TUNED[row.collective]},[{first},{behind}),{row.algorithm},{row.protocol},-1,{where},0"
+    return f"{TUNED[row.collective]},[{first},{behind}),{row.algorithm},{row.protocol},-1,{where}"
 
 
 def _text(comments: Sequence[str], rows: Iterable[TunerRow], write: Callable[[TunerRow], str]) -> str:
