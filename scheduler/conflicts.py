@@ -34,13 +34,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from commlayer.profiles.errors import InternalError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.lanes import CHUNKS_IN_FLIGHT, LANES, LanePolicy, level_of, longest_hold_us
+from commlayer.scheduler.plan import Plan
 from commlayer.scheduler.price import Timeline
 from commlayer.scheduler.programs import Compute, Issue, Item, PlannedCall, Wait
 from commlayer.scheduler.step_model import Load, loads_of, speeds
@@ -205,8 +206,8 @@ class _Line:
     done: int = 0
 
     def head(self) -> int:
-        """The next step to post."""
-        return self.steps[min(self.posted, len(self.steps) - 1)]
+        """The next step to post; there must be one."""
+        return self.steps[self.posted]
 
 
 @dataclass(slots=True)
@@ -228,7 +229,7 @@ class _CallState:
     held_since: float = 0.0
     due: float = 0.0  # when that goes at the latest
     cleared: int = -1  # the latest step that was held, and goes now
-    legs: list[int] = field(default_factory=list)  # the leg of each exchange, by number; -1 for what is none
+    legs: list[int] = field(default_factory=list)  # of its steps, as _shape has them
     in_flight: dict[int, int] = field(default_factory=dict)
 
     def times(self, exposed_us: float) -> CallTimes:
@@ -248,6 +249,15 @@ class _Running:
     is_streaming: bool = False
 
 
+def _shape(plan: Plan) -> tuple[dict[Resource, list[int]], list[int]]:
+    """The steps of a plan on each resource, in plan order; and the leg of each exchange, by number, -1 for what is none."""
+    steps: dict[Resource, list[int]] = {}
+    legs: dict[int, int] = {}
+    for index, step in enumerate(plan.steps):
+        steps.setdefault(step.resource, []).append(index)
+    return steps, [legs.setdefault(id(step.leg), len(legs)) if step.leg.is_exchange else -1 for step in plan.steps]
+
+
 class _Clock:
     """The clock of a step, which lets happen what is next, by the rules above. Time goes on only in ``compute`` and ``wait``.
 
@@ -264,19 +274,17 @@ class _Clock:
         self._crossing = [0] * len(self._issued)  # of those, the calls that go between nodes
         self._next_due = [0.0] * len(self._issued)
         self._debt = (0.0, 0.0)  # an instant, and what was posted then costs whoever computes from then on
-        self._stretches: dict[tuple[Resource, frozenset[Resource]], float] = {}
+        self._shapes: dict[int, tuple[dict[Resource, list[int]], list[int]]] = {}
+        self._speeds: dict[tuple[int, ...], tuple[list[float], tuple[Resource, ...]]] = {}
 
     def issue(self, call: PlannedCall, loads: Sequence[Load]) -> _CallState:
         """Queue a call in its group, and post what may be posted now."""
         plan, level = call.plan, level_of(call.lane)
-        lines: dict[Resource, _Line] = {}
-        legs: dict[int, int] = {}
-        numbers = []
-        for index, step in enumerate(plan.steps):
-            lines.setdefault(step.resource, _Line([])).steps.append(index)
-            numbers.append(legs.setdefault(id(step.leg), len(legs)) if step.leg.is_exchange else -1)
-        size = len(plan.steps)
-        state = _CallState(call, loads, level, self.now, lines, [_NEVER] * size, [_NEVER] * size, size, legs=numbers)
+        shape = self._shapes.get(id(plan))
+        if shape is None:
+            shape = self._shapes[id(plan)] = _shape(plan)
+        lines, size = {resource: _Line(steps) for resource, steps in shape[0].items()}, len(plan.steps)
+        state = _CallState(call, loads, level, self.now, lines, [_NEVER] * size, [_NEVER] * size, size, legs=shape[1])
         self._issued[level] += 1
         self._crossing[level] += plan.traffic.link is Resource.INTER
         self._groups.setdefault(call.group or f"lane {call.lane}", deque()).append(state)
@@ -299,34 +307,53 @@ class _Clock:
 
     def _advance(self) -> None:
         """To the next end of a step, of the computation or of a hold."""
-        rates = self._rates()
-        ends = [task.left_us / rate for task, rate in zip(self._running, rates, strict=True)]
-        due = min((state.due for state in self._active() if state.held >= 0), default=_NEVER)
+        running = self._running
+        rates, busy = self._rates()
+        ends = [task.left_us / rate for task, rate in zip(running, rates, strict=True)]
+        due = _NEVER
+        if self._policy is not None:  # without one nothing is held
+            heads = (queue[0] for queue in self._groups.values() if queue)
+            due = min((state.due for state in heads if state.held >= 0), default=_NEVER)
         passed = min([*ends, due - self.now])
         if passed == _NEVER:
             raise InternalError("calls are under way, and none of them can go on")
         passed = max(passed, 0.0)
-        for resource in dict.fromkeys(task.load.resource for task in self._running):
+        for resource in busy:
             self.busy_us[resource] = self.busy_us.get(resource, 0.0) + passed
-        for task, rate, end in zip(self._running, rates, ends, strict=True):
+        is_settled = due == _NEVER
+        for task, rate, end in zip(running, rates, ends, strict=True):
             task.left_us -= passed * rate
             if end <= passed or task.left_us <= task.load.alone_us * _ROUNDING:
                 task.left_us = 0.0
+                is_settled = is_settled and task.state is None  # a step has ended, not the computation
         self.now = due if due <= self.now + passed else self.now + passed
-        self._settle()
+        if not is_settled:
+            self._settle()
 
-    def _rates(self) -> list[float]:
-        """How fast each running task goes, relative to its time alone."""
-        busy = frozenset(task.load.resource for task in self._running)
-        shared: dict[Resource, Iterator[float]] = {}
-        for resource in busy:
-            shared[resource] = iter(speeds([task.load for task in self._running if task.load.resource is resource]))
-        return [
-            next(shared[task.load.resource])
-            / self._stretch(task.load.resource, busy)
-            * (self._left_to(task) if task.state is None else 1.0)
-            for task in self._running
-        ]
+    def _rates(self) -> tuple[list[float], tuple[Resource, ...]]:
+        """How fast each running task goes, relative to its time alone, and the resources at work. What the same loads reach
+        side by side is computed once: they meet again in every layer."""
+        key = tuple([id(task.load) for task in self._running])
+        known = self._speeds.get(key)
+        if known is None:
+            known = self._speeds[key] = self._side_by_side([task.load for task in self._running])
+        rates, busy = known
+        if len(rates) > 1:
+            for place, task in enumerate(self._running):
+                if task.state is None:  # the program computes, beside calls
+                    rates = [*rates[:place], rates[place] * self._left_to(task), *rates[place + 1 :]]
+        return rates, busy
+
+    def _side_by_side(self, loads: Sequence[Load]) -> tuple[list[float], tuple[Resource, ...]]:
+        """The speed of each load beside the others, and the resources that they are of."""
+        busy = tuple(dict.fromkeys(load.resource for load in loads))
+        shared = {each: iter(speeds([load for load in loads if load.resource is each])) for each in busy}
+        stretches = dict.fromkeys(busy, 1.0)
+        if self._profile is not None:
+            for resource in busy:  # by the others in one order, so that products repeat
+                others = [other for other in Resource if other in busy and other is not resource]
+                stretches[resource] = math.prod(self._profile.slowdown(resource, other) for other in others)
+        return [next(shared[load.resource]) / stretches[load.resource] for load in loads], busy
 
     def _left_to(self, computing: _Running) -> float:
         """The part of the multiprocessors, or of the memory's rate, that the calls under way leave to what is computed."""
@@ -334,43 +361,38 @@ class _Clock:
         taken = sum(call.memory if computing.is_streaming else call.multiprocessors for call in calls.values())
         return max(_LEAST_LEFT, 1.0 - taken)
 
-    def _stretch(self, resource: Resource, busy: frozenset[Resource]) -> float:
-        """How many times as long ``resource`` takes in the company of ``busy``; in one order, so that sums repeat."""
-        if self._profile is None:
-            return 1.0
-        found = self._stretches.get((resource, busy))
-        if found is None:
-            others = [other for other in Resource if other in busy and other is not resource]
-            found = math.prod(self._profile.slowdown(resource, other) for other in others)
-            self._stretches[resource, busy] = found
-        return found
-
-    def _active(self) -> list[_CallState]:
-        return [queue[0] for queue in self._groups.values() if queue]
-
     def _settle(self) -> None:
         """All that happens without time going on: steps end, calls begin, are posted, are let go."""
-        while True:
+        changed = True
+        while changed:
             changed = False
-            for task in [task for task in self._running if task.state is not None and task.left_us <= 0]:
+            for task in [task for task in self._running if task.left_us <= 0 and task.state is not None]:
                 self._running.remove(task)
                 self._finish(task)
                 changed = True
             for queue in self._groups.values():
-                while queue and queue[0].ended == _NEVER and not queue[0].unfinished:
+                while queue and not queue[0].unfinished:
                     state = queue.popleft()
-                    state.began = min(state.began, self.now)
-                    state.ended = self.now
+                    state.began, state.ended = min(state.began, self.now), self.now
                     self._issued[state.level] -= 1
                     self._crossing[state.level] -= state.call.plan.traffic.link is Resource.INTER
                     changed = True
-            for state in self._active():
-                state.began = min(state.began, self.now)
-                changed |= self._let_go(state)
-                for line in sorted(state.lines.values(), key=_Line.head):  # in plan order, as the executor posts
-                    changed |= self._post(state, line)
-            if not changed:
-                return
+            for state in [queue[0] for queue in self._groups.values() if queue]:
+                if self._go_on(state):
+                    changed = True
+
+    def _go_on(self, state: _CallState) -> bool:
+        """Begin the first call of a group, let it go and post of it what may be posted; whether anything happened."""
+        if state.began == _NEVER:
+            state.began = self.now
+        changed = state.held >= 0 and self._let_go(state)
+        lines = [line for line in state.lines.values() if line.posted < len(line.steps)]
+        if len(lines) > 1:  # in plan order, as the executor posts
+            lines.sort(key=_Line.head)
+        for line in lines:
+            if self._post(state, line):
+                changed = True
+        return changed
 
     def _finish(self, task: _Running) -> None:
         state = task.state
@@ -386,10 +408,9 @@ class _Clock:
 
     def _post(self, state: _CallState, line: _Line) -> bool:
         """Post the next step of a line, where it may be; whether anything happened."""
-        if line.posted == len(line.steps):
-            return False
-        index = line.steps[line.posted]
-        if any(state.end[earlier] == _NEVER for earlier in state.call.plan.steps[index].after):
+        index = line.head()
+        after = state.call.plan.steps[index].after
+        if after and any(state.end[earlier] == _NEVER for earlier in after):
             return False
         leg = state.legs[index]
         if state.held >= 0 and (leg >= 0 or index > state.held):
@@ -422,7 +443,7 @@ class _Clock:
 
     def _let_go(self, state: _CallState) -> bool:
         """End the hold of ``state`` where nothing above it is issued any more, or its time is over."""
-        if state.held < 0 or (self._is_above(state, state.held) and self.now < state.due):
+        if self._is_above(state, state.held) and self.now < state.due:
             return False
         state.held_us += self.now - state.held_since
         if self.now < state.due:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from itertools import count
+from operator import attrgetter
 
 from commlayer.profiles.errors import InternalError, UsageError
 from commlayer.profiles.profile import Profile
@@ -96,13 +97,17 @@ Item = Compute | Issue | Wait
 """A program is a sequence of these. A synchronous call is an Issue and its Wait."""
 
 
+_BUT_NAME = attrgetter(*(field.name for field in fields(PlannedCall)[1:]))
+"""All of a call but its name, in order: dataclasses.replace takes several times as long, and searches make many calls."""
+
+
 def numbered(program: Iterable[Item]) -> Iterator[Item]:
     """``program`` with another call for each Issue, and a number behind its name: a layer's program may be in it many times."""
     numbers = count()
     under_way: dict[PlannedCall, PlannedCall] = {}
     for item in program:
         if isinstance(item, Issue):
-            under_way[item.call] = call = replace(item.call, name=f"{item.call.name} #{next(numbers)}")
+            under_way[item.call] = call = PlannedCall(f"{item.call.name} #{next(numbers)}", *_BUT_NAME(item.call))
             yield Issue(call)
         else:
             yield Wait(under_way.pop(item.call)) if isinstance(item, Wait) else item
