@@ -37,6 +37,7 @@ from commlayer.drawing.mapping_cells import (
 )
 from commlayer.readers.launch_lines import Launch, read_launch
 from commlayer.scheduler.mapping.result import StepEstimate, describe_validity
+from commlayer.scheduler.mapping.space import Space
 from commlayer.units import format_us
 
 __all__ = ["estimate_command"]
@@ -104,13 +105,8 @@ def estimate_command(
     if launch is not None:
         launch.check(request.job.model)
     setup = read_setup(given, request.job.gpus)
-    request.check(
-        precision=[setup.precision],
-        recompute=[setup.recompute],
-        offload=[setup.offload],
-        ep=[setup.ep],
-        etp=[setup.etp],
-    )
+    chosen = ("precision", "recompute", "offload", "ep", "etp")
+    request.check(Space(**{name: (getattr(setup, name),) for name in chosen}))
     runs = runs_of(measured, request, setup)
     add_run(keep_run, measured)
     request = with_fit(request, runs)

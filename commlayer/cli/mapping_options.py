@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -262,12 +262,10 @@ search_job_options = in_order(
 )
 """The same, with as many lengths of sequences as are asked for."""
 
-_SPACE = Space()
-
 
 def _searched(name: str) -> str:
     """Write what a search looks at unless it is told otherwise."""
-    values = getattr(_SPACE, name.replace("-", "_"))
+    values = getattr(Space(), name.replace("-", "_"))
     return "any" if values is None else ", ".join(map(str, values))
 
 
@@ -341,37 +339,30 @@ class Request:
             return FittedEstimator(job, cluster, software, efficiency=self.efficiency, fit=self.fit)
         return Estimator(job, cluster, software, efficiency=self.efficiency)
 
-    def check(
-        self,
-        *,
-        precision: Sequence[str],
-        recompute: Sequence[str],
-        offload: Sequence[str],
-        ep: Sequence[int] | None,
-        etp: Sequence[int] | None,
-    ) -> None:
-        """Whether what is asked of the job and the software goes with the choices that are left of a mapping; ``ep``, ``etp``
-        None: any.
+    def check(self, space: Space) -> None:
+        """Whether what is asked of the job and the software goes with the choices of a mapping that were made.
 
         Raises UsageError for what would change nothing, or cannot be.
         """
-        self._check_precisions(precision)
-        self._check_offload(offload)
-        most_ep, most_etp = max(ep) if ep else None, max(etp) if etp else None
-        self._check_exchange(most_ep, most_etp)
-        self._check_graphs(most_ep, most_etp)
-        there = [word for word in precision if not why_not(word, self.cluster.gpu)]
-        for way in recompute:
-            unfit = [unfit_recomputation(self.job.model, self.cluster.gpu, way, word, False) for word in there]
-            if unfit and all(unfit):
-                raise UsageError(f"--recompute {way} of {self.job.model.name}: {unfit[0]}")
-
-    def _check_precisions(self, precisions: Iterable[str]) -> None:
-        if self.software.keeps_fp8_weights and all(word == "bf16" for word in precisions):
+        software, gpu = self.software, self.cluster.gpu
+        if software.keeps_fp8_weights and set(space.precision) == {"bf16"}:
             raise UsageError(
                 "--fp8-param-gather: weights are kept in FP8 where products run in it: add --precision, such as fp8, or leave "
                 "it out"
             )
+        if (asked := [name for name in space.offload if name != KEPT]) and not software.offloads:
+            raise UsageError(
+                f"--offload-modules {asked[0]}: {software.name} keeps activations on the GPU: add --software megatron, "
+                "or leave it out"
+            )
+        most_ep, most_etp = max(space.ep) if space.ep else None, max(space.etp) if space.etp else None
+        self._check_exchange(most_ep, most_etp)
+        self._check_graphs(most_ep, most_etp)
+        there = [word for word in space.precision if not why_not(word, gpu)]
+        for way in space.recompute or ():
+            unfit = [unfit_recomputation(self.job.model, gpu, way, word, False) for word in there]
+            if unfit and all(unfit):
+                raise UsageError(f"--recompute {way} of {self.job.model.name}: {unfit[0]}")
 
     def _check_exchange(self, most_ep: int | None, most_etp: int | None) -> None:
         """Whether tokens can go as is asked, with ep and etp of at most so much; None: any."""
@@ -413,15 +404,6 @@ class Request:
                 "1, between nodes on InfiniBand or RoCE), or graphs of attention+router"
             )
 
-    def _check_offload(self, offloads: Sequence[str]) -> None:
-        """Whether the software can offload what is asked. Raises UsageError."""
-        asked = [name for name in offloads if name != KEPT]
-        if asked and not self.software.offloads:
-            raise UsageError(
-                f"--offload-modules {asked[0]}: {self.software.name} keeps activations on the GPU: add --software megatron, "
-                "or leave it out"
-            )
-
 
 def read_request(given: dict[str, Any]) -> Request:
     """Take what :func:`job_options` gave out of ``given``, and return the request.
@@ -436,8 +418,12 @@ def read_request(given: dict[str, Any]) -> Request:
     modules = given.pop("mtp")
     if given["routing"] is not None and given["imbalance"] != 1:
         raise UsageError("--imbalance follows from --routing: give one of them")
-    if given["capacity_factor"] is not None:
-        _refuse_uneven([option for option in ("imbalance", "routing") if given[option] not in (None, 1)])
+    uneven = next((option for option in ("imbalance", "routing") if given[option] not in (None, 1)), None)
+    if given["capacity_factor"] is not None and uneven is not None:
+        raise UsageError(
+            f"--{uneven}: with --capacity-factor every expert has as many rows, filled up or dropped, however uneven routing "
+            "is: leave out one of them"
+        )
     job = Job(
         model=model if modules is None else replace(model, mtp_layers=modules),
         gpus=given.pop("gpus"),
@@ -460,15 +446,6 @@ def read_request(given: dict[str, Any]) -> Request:
         is_default_software=name is None,
         dispatcher=dispatcher,
     )
-
-
-def _refuse_uneven(options: Sequence[str]) -> None:
-    """Raise UsageError for options that say how uneven routing is, beside --capacity-factor."""
-    if options:
-        raise UsageError(
-            f"--{options[0]}: with --capacity-factor every expert has as many rows, filled up or dropped, however uneven routing "
-            "is: leave out one of them"
-        )
 
 
 def _software_changes(given: dict[str, Any], job: Job) -> Callable[[Software], Software]:
@@ -604,16 +581,14 @@ def _is_profile(name: str) -> bool:
     return content.get("format") == "commlayer-profile"
 
 
-def read_space(given: dict[str, Any], software: Software) -> Space:
-    """Take what :func:`space_options` gave out of ``given``, and return the space to search; what was not given stays open, of
-    recomputation to what the software can run."""
+def read_space(given: dict[str, Any]) -> Space:
+    """Take what :func:`space_options` gave out of ``given``, and return the space to search; what was not given stays open."""
     chosen: dict[str, Any] = {}
     for option in (*_DEGREES, *_WORDS, *_MODULES):
         name = option.replace("-", "_")
         values = given.pop(name)
         if values:
             chosen[name] = tuple(map(int, values)) if name == "zero" else tuple(values)
-    chosen.setdefault("recompute", software.recomputes)
     folded = _folded(given)
     if folded is not None:
         chosen["folded"] = (folded,)

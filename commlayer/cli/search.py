@@ -101,9 +101,8 @@ def search_command(
     sequences = tuple(sorted(set(sequences)))
     request = with_fit(read_request({**given, "sequence": sequences[0]}), runs_of(measured))
     asked = given_options(ctx)
-    space = read_space(given, request.software)
-    recompute = space.recompute if "recompute" in asked else ()
-    request.check(precision=space.precision, recompute=recompute, offload=space.offload, ep=space.ep, etp=space.etp)
+    space = read_space(given)
+    request.check(space)
     if len(sequences) > 1:
         _refuse_for_several(asked)
         way = Alternative(space=space, software=request.software, margin=margin)

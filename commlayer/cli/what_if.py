@@ -104,7 +104,7 @@ def what_if_command(
     _refuse_replaced(kind, named)
     is_fabric_named = given["fabric"] is not None
     request = with_fit(read_request(given), runs_of(measured))
-    space = read_space(given, request.software)
+    space = read_space(given)
     if kind == "skew" and request.job.capacity_factor is not None:
         raise UsageError(
             "--capacity-factor: every expert has as many rows then, whatever the --vary skew of routing: leave it out"
@@ -118,16 +118,11 @@ def what_if_command(
             f"--vary {kind.replace('_', '-')}: {kernels.measured.source} has times of one network and one kind of node: take "
             f"--dispatcher {kernels.name}, whose rates are parts of the links' peaks"
         )
-    precisions = [str(value) for value in values] if kind == "precision" else space.precision
-    is_way_named = "recompute" in named
-    recompute = space.recompute if kind != "gpu" and is_way_named else ()
-    request.check(precision=precisions, recompute=recompute, offload=space.offload, ep=space.ep, etp=space.etp)
-    plain = (Alternative(software=request.software),)
-    asked = [_as_asked(request, space, pair, way) for way in (ALTERNATIVES[pair] if pair else plain)]
-    if not is_way_named:
-        asked = [replace(way, space=replace(way.space, recompute=way.software.recomputes)) for way in asked]
-    ways = [replace(way, margin=margin) for way in asked]
     variation = Variation(kind, values)  # type: ignore[arg-type]
+    changes = {"precision": values} if kind == "precision" else {"recompute": None} if kind == "gpu" else {}
+    request.check(replace(space, **changes))  # type: ignore[arg-type]
+    plain = (Alternative(software=request.software),)
+    ways = [_as_asked(request, space, pair, way, margin) for way in (ALTERNATIVES[pair] if pair else plain)]
     answer(
         request, variation, ways, hold=given["hold"], report=report, picture=picture, as_json=as_json, measure=measure
     )
@@ -145,10 +140,10 @@ def _refuse_replaced(kind: str, given: Collection[str]) -> None:
             )
 
 
-def _as_asked(request: Request, space: Space, pair: str | None, way: Alternative) -> Alternative:
+def _as_asked(request: Request, space: Space, pair: str | None, way: Alternative, margin: float) -> Alternative:
     """The way within what the command line leaves of the space, and with what it asks of software, but for what the way differs
     in."""
-    name = _CHOICES.get(pair or "")
-    if not name:
-        return replace(way, space=space, software=request.changed(way.software) if pair else request.software)
-    return replace(way, space=replace(space, **{name: getattr(way.space, name)}), software=request.software)
+    software = request.changed(way.software) if pair == "software" else request.software
+    if name := _CHOICES.get(pair or ""):
+        space = replace(space, **{name: getattr(way.space, name)})
+    return Alternative(name=way.name, space=space, software=software, margin=margin)

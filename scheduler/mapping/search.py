@@ -36,7 +36,7 @@ from commlayer.scheduler.mapping.offloading import KEPT, unfit_offload
 from commlayer.scheduler.mapping.pipeline_layout import AUTO_LAYOUT, EVEN_LAYOUT, parse_layout
 from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES, merges, unfit
 from commlayer.scheduler.mapping.precisions import why_not
-from commlayer.scheduler.mapping.recomputation import RECOMPUTE, recompute_order, unfit_recomputation
+from commlayer.scheduler.mapping.recomputation import RECOMPUTE, Recompute, recompute_order, unfit_recomputation
 from commlayer.scheduler.mapping.result import Memory, StepEstimate, describe_memory
 from commlayer.scheduler.mapping.software import COMMLAYER, Software
 from commlayer.scheduler.mapping.space import (
@@ -198,29 +198,31 @@ def search(
     began = time.perf_counter()
     frontier = _Frontier(estimator, space, progress, estimator.memory_limit * (1 - margin))
     with _without_collecting():
-        frontier.fill(families(job, estimator.cluster, space), top)
+        frontier.fill(families(job, estimator.cluster, space, estimator.software), top)
         if not frontier.num_valid:
-            raise UsageError(_nothing_valid(job, estimator.cluster, space))
+            raise UsageError(_nothing_valid(estimator, space))
         ranked, variants = _distinct(frontier, top) if distinct else (list(frontier.take(top)), {})
         if not ranked and frontier.refused and not frontier.lightest:
             raise UsageError(frontier.refused)
         if not ranked and frontier.lightest:
-            raise UsageError(_nothing_fits(job, estimator, space, frontier.lightest, margin))
+            raise UsageError(_nothing_fits(estimator, space, frontier.lightest, margin))
+        if progress:  # the ranking is whole, also where fewer fit
+            progress(frontier.num_valid + top, frontier.num_valid + top)
         kinds = _of_kinds(frontier, ranked, estimator.cluster) if top >= _MOST_KINDS else {}
-        bests = [frontier.best_of(_is_folded(folded), ranked) for folded in (False, True)]
-    every = (*ranked, *kinds.values(), *filter(None, bests))
+        unfolded = frontier.best_of(lambda setup: not setup.folded, ranked)
+        folded = frontier.best_of(lambda setup: setup.folded, ranked)
+    every = (*ranked, *kinds.values(), *filter(None, (unfolded, folded)))
     estimates = {each.setup: estimator.estimate(each.setup) for each in every}  # in detail
     if frontier.refused:
         why = f"mappings were passed over: {frontier.refused}"
         estimates = {setup: replace(each, notes=(*each.notes, why)) for setup, each in estimates.items()}
-    best_unfolded, best_folded = (estimates[each.setup] if each else None for each in bests)
     return SearchResult(
         job=job,
         cluster=estimator.cluster.name,
         software=estimator.software.name,
         ranked=tuple(estimates[each.setup] for each in ranked),
-        best_unfolded=best_unfolded,
-        best_folded=best_folded,
+        best_unfolded=estimates[unfolded.setup] if unfolded else None,
+        best_folded=estimates[folded.setup] if folded else None,
         num_valid=frontier.num_valid,
         num_checked=frontier.num_checked,
         num_fitting=frontier.num_fitting,
@@ -246,10 +248,6 @@ class MappingKind(NamedTuple):
 
 def _kind_of(setup: Setup, cluster: Cluster) -> MappingKind:
     return MappingKind(setup.pp, len(cluster.nodes_of(setup.layout("etp_ep"), setup.gpus)) > 1)
-
-
-def _is_folded(folded: bool) -> Callable[[Setup], bool]:
-    return lambda setup: setup.folded is folded
 
 
 def _of_kinds(frontier: _Frontier, ranked: list[StepEstimate], cluster: Cluster) -> dict[MappingKind, StepEstimate]:
@@ -279,7 +277,7 @@ def _without_collecting() -> Iterator[None]:
         if was_on:
             if (
                 not gc.get_freeze_count()
-            ):  # all are old at once: else the collector goes through them now, as through new ones
+            ):  # all are old at once: else the collector goes through them as through new ones
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
@@ -317,7 +315,6 @@ def _distinct(frontier: _Frontier, top: int) -> tuple[list[StepEstimate], dict[S
         ranked.append(each)
         if len(ranked) == top:
             break
-    frontier.end(top)
     return ranked, variants
 
 
@@ -344,9 +341,8 @@ class _Frontier:
         self._is_open = space.pipeline_layout == AUTO_LAYOUT
         self._asked: set[Setup] = set()
         """Setups of which more recomputation was asked for, where their fastest layout does not fit before they were final."""
-        self._after = {
-            word: chain[place + 1 :] for chain in recompute_chains(space.recompute) for place, word in enumerate(chain)
-        }
+        chains = recompute_chains(space.recompute_by(estimator.software))
+        self._after = {word: chain[place + 1 :] for chain in chains for place, word in enumerate(chain)}
         self._is_unfit = cache(partial(unfit_recomputation, estimator.job.model, estimator.cluster.gpu))
         self.num_valid = self.num_checked = self.num_fitting = self.num_estimated = 0
         self.lightest: tuple[Memory, Setup] | None = None
@@ -372,29 +368,22 @@ class _Frontier:
         taken = 0
         while taken < top and self._heap:
             entry = heapq.heappop(self._heap)
-            if isinstance(entry.item, StepEstimate):
-                taken += 1
-                if self._progress:
-                    self._progress(self.num_valid + taken, self.num_valid + top)
-                self._recompute_later(entry.time_us, entry.item.setup)
-                yield entry.item
-            elif isinstance(entry.item, Setup):
-                self._look_closer(entry, entry.item)
-            elif entry.stage == 0:
-                for alike in zip(*(family.by_exchange() for family in entry.item), strict=True):
-                    self._put_back(entry.time_us, alike, 1)
-            elif entry.stage == 1:
-                for family in entry.item:
-                    self._put_back(entry.time_us, (family,), 2)
-            else:
-                self._open(entry.time_us, *entry.item)
-        if taken < top:
-            self.end(top)
-
-    def end(self, top: int) -> None:
-        """Tell the progress that the ranking is whole."""
-        if self._progress:
-            self._progress(self.num_valid + top, self.num_valid + top)
+            if not isinstance(entry.item, StepEstimate):
+                self._look_closer(entry)
+                continue
+            taken += 1
+            if self._progress:
+                self._progress(self.num_valid + taken, self.num_valid + top)
+            setup, time_us = (
+                entry.setup,
+                entry.time_us,
+            )  # final, so the same with more recomputation comes into question
+            if self._is_open and setup.pp > 1:
+                setup, time_us = replace(setup, pipeline_layout=AUTO_LAYOUT), time_us * (1 - SAME)
+            if setup not in self._asked:
+                self._asked.add(setup)
+                self._recompute_more(time_us, setup)
+            yield entry.item
 
     def best_of(self, is_one: Callable[[Setup], bool], ranked: Iterable[StepEstimate]) -> StepEstimate | None:
         """The fastest of one kind: of ``ranked``, or else of what is left of that kind."""
@@ -407,7 +396,7 @@ class _Frontier:
             (self._heap if is_one(entry.setup) else others).append(entry)
         heapq.heapify(self._heap)
         best = next(self.take(1), None)  # which goes back: it may be the fastest of another kind too
-        self._heap += others if best is None else [*others, self._final(best)]
+        self._heap += others if best is None else [*others, _final(best)]
         heapq.heapify(self._heap)
         return best
 
@@ -421,17 +410,36 @@ class _Frontier:
             return
         heapq.heappush(self._heap, _Entry(bound, level, (next(self._order),), alike, lead))
 
-    def _open(self, bound_us: float, family: Family) -> None:
-        least = family.recompute[0]
-        for setup in family.members():
-            if setup.recompute == least or _is_by_itself(setup):
-                self._admit(bound_us, setup)
+    def _look_closer(self, entry: _Entry) -> None:
+        """Put what is not estimated back, with a closer bound or in its parts."""
+        item = entry.item
+        if isinstance(item, Setup):
+            if entry.stage < CLOSEST:
+                self._push(entry.time_us, item, entry.stage + 1)
+            else:
+                self._estimate(entry.time_us, item)
+        elif entry.stage == 0:
+            for alike in zip(*(family.by_exchange() for family in item), strict=True):
+                self._put_back(entry.time_us, alike, 1)
+        elif entry.stage == 1:
+            for family in item:
+                self._put_back(entry.time_us, (family,), 2)
+        else:
+            (family,) = item
+            for setup in family.members():
+                if setup.recompute == family.recompute[0] or _is_by_itself(setup):
+                    self._admit(entry.time_us, setup)
 
     def _admit(self, bound_us: float, setup: Setup) -> None:
         """With its layout, where it fits; else, or where a faster layout does not, the same with more recomputation too."""
         laid, is_fastest = self._estimator.laid_out(setup, self._limit)
-        fits = self._fits(laid)
+        needed = self._estimator.memory(laid)
+        self.num_checked += 1
+        if self.lightest is None or needed.total < self.lightest[0].total:
+            self.lightest = needed, laid
+        fits = needed.total <= self._limit
         if fits:
+            self.num_fitting += 1
             self._push(bound_us, laid, 3)
         if not fits or not is_fastest:
             self._asked.add(setup)
@@ -440,20 +448,6 @@ class _Frontier:
     def _push(self, bound_us: float, setup: Setup, level: int) -> None:
         bound = max(bound_us, self._estimator.bound_us(setup, level))
         heapq.heappush(self._heap, _Entry(bound, level, (next(self._order),), setup, setup))
-
-    def _look_closer(self, entry: _Entry, setup: Setup) -> None:
-        if entry.stage < CLOSEST:
-            self._push(entry.time_us, setup, entry.stage + 1)
-        else:
-            self._estimate(entry.time_us, setup)
-
-    def _recompute_later(self, time_us: float, setup: Setup) -> None:
-        """The same with more recomputation, now that ``setup`` is final, unless it was asked for already."""
-        if self._is_open and setup.pp > 1:
-            setup, time_us = replace(setup, pipeline_layout=AUTO_LAYOUT), time_us * (1 - SAME)
-        if setup not in self._asked:
-            self._asked.add(setup)
-            self._recompute_more(time_us, setup)
 
     def _recompute_more(self, bound_us: float, setup: Setup) -> None:
         """The same with more recomputation, which takes at least ``bound_us`` as well: nobody asks for it before."""
@@ -464,15 +458,6 @@ class _Frontier:
                 self._admit(bound_us, replace(setup, recompute=word))
                 break
 
-    def _fits(self, setup: Setup) -> bool:
-        needed = self._estimator.memory(setup)
-        self.num_checked += 1
-        if self.lightest is None or needed.total < self.lightest[0].total:
-            self.lightest = needed, setup
-        fits = needed.total <= self._limit
-        self.num_fitting += fits
-        return fits
-
     def _estimate(self, bound_us: float, setup: Setup) -> None:
         estimate = self._estimator.estimate(setup, detail=False)
         self.num_estimated += 1
@@ -481,11 +466,11 @@ class _Frontier:
                 f"the bound of {setup} is {bound_us} µs, above its estimate of {estimate.step_us} µs: a search by such bounds "
                 "may miss the best; please report it"
             )
-        heapq.heappush(self._heap, self._final(estimate))
+        heapq.heappush(self._heap, _final(estimate))
 
-    @staticmethod
-    def _final(estimate: StepEstimate) -> _Entry:
-        return _Entry(estimate.step_us, CLOSEST + 1, simplicity(estimate.setup), estimate, estimate.setup)
+
+def _final(estimate: StepEstimate) -> _Entry:
+    return _Entry(estimate.step_us, CLOSEST + 1, simplicity(estimate.setup), estimate, estimate.setup)
 
 
 def _is_by_itself(setup: Setup) -> bool:
@@ -493,8 +478,9 @@ def _is_by_itself(setup: Setup) -> bool:
     return setup.zero == 3 or setup.offload != KEPT
 
 
-def _nothing_valid(job: Job, cluster: Cluster, space: Space) -> str:
-    why = "; ".join(_impossible(job, cluster, space)) or (
+def _nothing_valid(estimator: Estimates, space: Space) -> str:
+    job, cluster = estimator.job, estimator.cluster
+    why = "; ".join(_impossible(job, cluster, space, space.recompute_by(estimator.software))) or (
         "the data-parallel degree must divide the batch, tp·cp·pp and etp·ep·pp the GPUs; try another number of GPUs or "
         "sequences, or allow more degrees"
     )
@@ -504,7 +490,7 @@ def _nothing_valid(job: Job, cluster: Cluster, space: Space) -> str:
     )
 
 
-def _impossible(job: Job, cluster: Cluster, space: Space) -> Iterator[str]:
+def _impossible(job: Job, cluster: Cluster, space: Space, recompute: tuple[Recompute, ...]) -> Iterator[str]:
     """The choices that no mapping can have, whatever the others are."""
     model, gpu = job.model, cluster.gpu
     refused = [why_not(word, gpu) for word in dict.fromkeys(space.precision)]
@@ -523,7 +509,7 @@ def _impossible(job: Job, cluster: Cluster, space: Space) -> Iterator[str]:
             yield f"{axis} {_or(values)}: expected a divisor of the {name}, {number}"
         elif values and all(job.gpus % value for value in values):
             yield f"{axis} {_or(values)}: expected a divisor of the GPUs, {job.gpus}"
-    yield from _unfit_activations(model, gpu, space)
+    yield from _unfit_activations(model, gpu, space, recompute)
     if space.pp and space.vpp:
         pairs = [unfit(*each) for each in itertools.product(space.schedule, space.pp, space.vpp)]
         if all(pairs):
@@ -540,15 +526,15 @@ def _impossible(job: Job, cluster: Cluster, space: Space) -> Iterator[str]:
         yield f"pp {_or(space.pp)}: expected at most as many stages as layers of {model.name}, {model.layers}"
 
 
-def _unfit_activations(model: ModelShape, gpu: Gpu, space: Space) -> Iterator[str]:
+def _unfit_activations(model: ModelShape, gpu: Gpu, space: Space, recompute: tuple[Recompute, ...]) -> Iterator[str]:
     there = [word for word in space.precision if not why_not(word, gpu)]
-    ways = itertools.product(space.recompute, there, map(merges, space.schedule))
+    ways = itertools.product(recompute, there, map(merges, space.schedule))
     unfit_ways = [unfit_recomputation(model, gpu, *way) for way in ways]
     if unfit_ways and all(unfit_ways):
-        yield f"recompute {_or(space.recompute)}: {unfit_ways[0]}"
-    if not any(recompute_ways(schedule, space.recompute) for schedule in space.schedule):
+        yield f"recompute {_or(recompute)}: {unfit_ways[0]}"
+    if not any(recompute_ways(schedule, recompute) for schedule in space.schedule):
         yield f"schedule {_or(space.schedule)} computes no layer again as a whole: allow recompute none or megascale"
-    refused = [unfit_offload(*each) for each in itertools.product(space.offload, space.recompute)]
+    refused = [unfit_offload(*each) for each in itertools.product(space.offload, recompute)]
     if all(refused):
         yield f"offload {_or(space.offload)}: {refused[0]}"
 
@@ -557,9 +543,9 @@ def _or(values: tuple[object, ...]) -> str:
     return " or ".join(map(str, values))
 
 
-def _nothing_fits(job: Job, estimator: Estimates, space: Space, lightest: tuple[Memory, Setup], margin: float) -> str:
+def _nothing_fits(estimator: Estimates, space: Space, lightest: tuple[Memory, Setup], margin: float) -> str:
     """Say what is in the way, and what would do."""
-    needed, setup = lightest
+    job, (needed, setup) = estimator.job, lightest
     limit = estimator.memory_limit * (1 - margin)
     message = (
         f"{job.model.name} fits in no mapping on {counted(job.gpus, 'GPU')} of {estimator.cluster.name}: the least needs "
@@ -597,7 +583,7 @@ def smallest_fit(
     Looked at are the divisors of the domain, then 1, 2, 3, 4, 6, 8, 12 … domains (powers of two, and those times 1.5): what
     clusters come in. ``memory_limit``: bytes that a GPU has for a job.
     """
-    lean = _leanest(space or Space())
+    lean = _leanest(space or Space(), software)
     for gpus in _sizes(cluster.domain, most_gpus):
         asked = replace(job, gpus=gpus)
         sizes = (
@@ -610,10 +596,11 @@ def smallest_fit(
     return None
 
 
-def _leanest(space: Space) -> Space:
+def _leanest(space: Space, software: Software) -> Space:
     """``space`` without what never takes less memory than what is left."""
     schedule = min(space.schedule, key=SCHEDULES.index)  # merged tasks take more memory, or copies
-    recompute = recompute_ways(schedule, space.recompute) or space.recompute
+    ways = space.recompute_by(software)
+    recompute = recompute_ways(schedule, ways) or ways
     most = max(recompute, key=recompute_order)  # of sets of modules nobody knows which takes less
     return replace(
         space,

@@ -54,6 +54,7 @@ from commlayer.scheduler.mapping.recomputation import (
     recomputes_less,
     unfit_recomputation,
 )
+from commlayer.scheduler.mapping.software import COMMLAYER, Software
 
 __all__ = ["Family", "Space", "by_chunks", "families", "recompute_chains", "recompute_ways", "setups", "simplicity"]
 
@@ -64,9 +65,9 @@ _DEGREES = ("tp", "cp", "ep", "etp", "pp", "vpp", "micro_batch")
 class Space:
     """The space that the search chooses from: the allowed values of each field of a Setup; None: every valid one.
 
-    ``pipeline_layout`` is one for all: ``auto``, which gives each mapping the layout that is the fastest of those that fit,
-    ``even``, or one that is spelt out, for the pipelines of as many chunks. ``within_domain``: tp and etp stay inside NVLink
-    domains.
+    ``recompute`` None: the ways that the software runs. ``pipeline_layout`` is one for all: ``auto``, which gives each mapping
+    the layout that is the fastest of those that fit, ``even``, or one that is spelt out, for the pipelines of as many chunks.
+    ``within_domain``: tp and etp stay inside NVLink domains.
 
     Raises:
         UsageError: an empty choice, a value out of its range, or a layout that is none.
@@ -79,7 +80,7 @@ class Space:
     pp: tuple[int, ...] | None = None
     vpp: tuple[int, ...] | None = None
     micro_batch: tuple[int, ...] | None = (1, 2, 4, 8)
-    recompute: tuple[Recompute, ...] = ("none", "megascale", "full")
+    recompute: tuple[Recompute, ...] | None = None
     precision: tuple[Precision, ...] = ("bf16",)
     exchange: tuple[ExchangeKind, ...] = ("all_to_all", "all_gather")
     attention: tuple[Attention, ...] = ("tensor",)
@@ -111,9 +112,10 @@ class Space:
             "folded": (True, False),
             "schedule": SCHEDULES,
         }
-        if not self.recompute:
-            raise UsageError(f"recompute: expected some of {', '.join(RECOMPUTE)}, or modules, got {self.recompute!r}")
-        object.__setattr__(self, "recompute", tuple(dict.fromkeys(map(canonical, self.recompute))))
+        if self.recompute is not None:
+            if not self.recompute:
+                raise UsageError(f"recompute: expected some of {', '.join(RECOMPUTE)}, or modules, got ()")
+            object.__setattr__(self, "recompute", tuple(dict.fromkeys(map(canonical, self.recompute))))
         if not self.offload:
             raise UsageError(f"offload: expected {KEPT}, or modules, got {self.offload!r}")
         object.__setattr__(self, "offload", tuple(map(canonical_offload, self.offload)))
@@ -122,6 +124,10 @@ class Space:
             values = getattr(self, name)
             if not values or any(value not in known for value in values):
                 raise UsageError(f"{name}: expected some of {', '.join(map(str, known))}, got {values!r}")
+
+    def recompute_by(self, software: Software) -> tuple[Recompute, ...]:
+        """The ways of recomputation to choose from: those that were asked for, else those that ``software`` runs."""
+        return software.recomputes if self.recompute is None else self.recompute
 
 
 def _or(values: object) -> str:
@@ -198,9 +204,9 @@ _PUT = tuple(getattr(Setup, field.name).__set__ for field in fields(Setup))
 """How each slot of a Setup is filled, in the order of its fields."""
 
 
-def setups(job: Job, cluster: Cluster, space: Space | None = None) -> Iterator[Setup]:
+def setups(job: Job, cluster: Cluster, space: Space | None = None, software: Software = COMMLAYER) -> Iterator[Setup]:
     """All valid setups of ``job`` on ``cluster`` in ``space``, each once."""
-    for family in families(job, cluster, space or Space()):
+    for family in families(job, cluster, space or Space(), software):
         yield from family.members()
 
 
@@ -215,12 +221,12 @@ def simplicity(setup: Setup) -> tuple[object, ...]:
     )
 
 
-def families(job: Job, cluster: Cluster, space: Space) -> Iterator[Family]:
+def families(job: Job, cluster: Cluster, space: Space, software: Software = COMMLAYER) -> Iterator[Family]:
     """The valid setups by family."""
     ways = [
         (offload, chain)
         for offload in dict.fromkeys(space.offload)
-        for chain in recompute_chains(space.recompute, offload)
+        for chain in recompute_chains(space.recompute_by(software), offload)
     ]
     is_unfit = cache(partial(unfit_recomputation, job.model, cluster.gpu))
     precisions = tuple(word for word in dict.fromkeys(space.precision) if not why_not(word, cluster.gpu))

@@ -218,6 +218,16 @@ def test_fp8_needs_a_gpu_that_has_it() -> None:
     assert {setup.precision for setup in setups(job, without, space)} == {"bf16"}
 
 
+def test_a_space_is_open_to_what_the_software_recomputes() -> None:
+    job = job_of(8)
+    for software in (COMMLAYER, MEGATRON):
+        tried = {setup.recompute for setup in setups(job, NODE, software=software)}
+        assert tried == set(software.recomputes)
+        result = search(job, Estimator(job, NODE, software), top=1)
+        assert result.num_valid == sum(1 for _ in setups(job, NODE, software=software))
+    assert {setup.recompute for setup in setups(job, NODE, Space(recompute=("full",)))} == {"full"}
+
+
 def test_tensor_parallelism_leaves_the_domain_only_where_it_may() -> None:
     job = job_of(16)
     assert max(setup.tp for setup in setups(job, NODE)) == 4
