@@ -72,8 +72,11 @@ def select(traces: Sequence[RankTrace], window: Window | None = None) -> list[Se
     begin_ns = min((_first(trace, clock) for trace, clock in zip(traces, clocks, strict=True)), default=0)
     since_ns = begin_ns + round((window.since_us or 0.0) * 1e3)
     until_ns = float("inf") if window.until_us is None else begin_ns + window.until_us * 1e3
-    if window.step is not None:
-        _require_step(traces, window.step)
+    if window.step is not None and not any(_marked(trace, window.step) for trace in traces):
+        names = {mark.name for trace in traces for mark in trace.marks}
+        steps = sorted(int(name[5:]) for name in names if name.startswith("step ") and name[5:].isdecimal())
+        there = f"steps {steps[0]} to {steps[-1]}" if steps else "none: Recorder.mark('step 3', …) marks one"
+        raise UsageError(f"expected a step that the program has marked, got {window.step}; there are {there}")
     selected = []
     for trace, clock in zip(traces, clocks, strict=True):
         spans = _marked(trace, window.step)
@@ -94,15 +97,6 @@ def _first(trace: RankTrace, clock: Callable[[int], int]) -> int:
 
 def _marked(trace: RankTrace, step: int | None) -> list[Mark] | None:
     return None if step is None else [mark for mark in trace.marks if mark.name == f"step {step}"]
-
-
-def _require_step(traces: Sequence[RankTrace], step: int) -> None:
-    if any(_marked(trace, step) for trace in traces):
-        return
-    names = {mark.name for trace in traces for mark in trace.marks}
-    steps = sorted(int(name[5:]) for name in names if name.startswith("step ") and name[5:].isdecimal())
-    there = f"steps {steps[0]} to {steps[-1]}" if steps else "none: Recorder.mark('step 3', …) marks one"
-    raise UsageError(f"expected a step that the program has marked, got {step}; there are {there}")
 
 
 @dataclass(slots=True)
@@ -150,31 +144,26 @@ def lane_times(ranks: Sequence[Selected], *, together: bool = False) -> list[Lan
         for call in rank.calls:
             by_lane["all" if together else call.lane].append(call)
         for lane, calls in by_lane.items():
-            _add_rank(lanes.setdefault(lane, LaneTimes(lane)), calls)
+            times = lanes.setdefault(lane, LaneTimes(lane))
+            ended = [call for call in calls if call.end_ns]
+            known = [call for call in calls if not call.logical_bytes or min(call.inter_bytes, call.intra_bytes) >= 0]
+            spans = (running(call) if call.steps else [(call.start_ns, call.end_ns)] for call in ended)
+            times.num_ranks += 1
+            times.num_calls += len(calls)
+            times.num_unfinished += len(calls) - len(ended)
+            times.num_unknown += len(calls) - len(known)
+            times.busy_us += length(span for each in spans for span in each) / 1e3
+            times.queued_us += sum(call.start_ns - call.enqueue_ns for call in ended) / 1e3
+            times.held_us += sum(call.held_ns for call in ended) / 1e3
+            times.exposed_us += length(span for call in calls for span in call.waited) / 1e3
+            times.logical_bytes += sum(call.logical_bytes for call in calls)
+            times.inter_bytes += sum(max(call.inter_bytes, 0) for call in known)
+            times.intra_bytes += sum(max(call.intra_bytes, 0) for call in known)
+            times.known_logical_bytes += sum(call.logical_bytes for call in known)
     for times in lanes.values():
         for name in ("busy_us", "queued_us", "held_us", "exposed_us"):
             setattr(times, name, getattr(times, name) / times.num_ranks)
     return sorted(lanes.values(), key=lambda times: lane_place(times.lane))
-
-
-def _add_rank(times: LaneTimes, calls: Sequence[CallRecord]) -> None:
-    times.num_ranks += 1
-    times.num_calls += len(calls)
-    ended = [call for call in calls if call.end_ns]
-    times.num_unfinished += len(calls) - len(ended)
-    spans = (running(call) if call.steps else [(call.start_ns, call.end_ns)] for call in ended)
-    times.busy_us += length(span for each in spans for span in each) / 1e3
-    times.queued_us += sum(call.start_ns - call.enqueue_ns for call in ended) / 1e3
-    times.held_us += sum(call.held_ns for call in ended) / 1e3
-    times.exposed_us += length(span for call in calls for span in call.waited) / 1e3
-    for call in calls:
-        times.logical_bytes += call.logical_bytes
-        if call.logical_bytes and (call.inter_bytes < 0 or call.intra_bytes < 0):
-            times.num_unknown += 1
-            continue
-        times.inter_bytes += max(call.inter_bytes, 0)
-        times.intra_bytes += max(call.intra_bytes, 0)
-        times.known_logical_bytes += call.logical_bytes
 
 
 @dataclass(slots=True)
@@ -356,15 +345,10 @@ def _together_us(shared: _Shared) -> float | None:
     records = [call for call, _ in shared.values()]
     if len(records) < len(records[0].ranks) or not all(call.start_ns and call.end_ns > 0 for call in records):
         return None
-    if all(_is_launch(call) for call in records):
+    # A device's inner backend says no end of a call but when it was given it: such a call has no plan, and nobody counts its
+    # bytes. A call of no bytes on the CPU looks like that, and is no loss; a device's barriers have no records.
+    if all(call.plan == "flat" and not call.logical_bytes and call.collective != "barrier" for call in records):
         return None
     came_ns = max(clock(call.start_ns) for call, clock in shared.values())
     ended_ns = max(clock(call.end_ns) for call, clock in shared.values())
     return (ended_ns - came_ns) / 1e3
-
-
-def _is_launch(call: CallRecord) -> bool:
-    """Whether its end is when a device's inner backend was given it: such a call has no plan, and
-    nobody counts its bytes. A call of no bytes on the CPU looks like that, and is no loss; a
-    device's barriers have no records."""
-    return call.plan == "flat" and not call.logical_bytes and call.collective != "barrier"

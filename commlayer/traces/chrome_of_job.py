@@ -87,17 +87,26 @@ def _tracks(trace: RankTrace, calls: Sequence[CallRecord]) -> Iterator[tuple[str
     for lane in sorted({call.lane for call in calls}, key=lane_place):
         started = [call for call in calls if call.lane == lane and call.start_ns]
         name = f"lane {lane}" if lane else "no lane"
-        yield name, [((call.start_ns, _shown_end_ns(call, trace)), partial(_call, call)) for call in started]
+        # A call that has not ended reaches to the end of the trace, and one whose end nobody recorded is a moment.
+        ends = [call.start_ns if call.end_ns < 0 else call.end_ns or trace.closed_ns for call in started]
+        yield name, [((call.start_ns, end), partial(_call, call)) for call, end in zip(started, ends, strict=True)]
     used = {step.resource for call in calls for step in call.steps}
-    for resource in sorted(used, key=_resource_place):
-        yield f"{resource.upper()} predicted", _predicted(calls, resource)
+    for resource in (*filter(used.__contains__, _RESOURCES), *sorted(used.difference(_RESOURCES))):
+        # The predicted steps from the start of each call, as if nothing else ran; of a call without a prediction none.
+        yield (
+            f"{resource.upper()} predicted",
+            [
+                (
+                    (call.start_ns + round(start * 1e3), call.start_ns + round(end * 1e3)),
+                    partial(_step, call, step, is_predicted=True),
+                )
+                for call in calls
+                if call.start_ns
+                for step, (start, end) in zip(call.steps, call.predicted, strict=False)
+                if step.resource == resource
+            ],
+        )
         yield resource.upper(), _steps(calls, resource)
-
-
-def _shown_end_ns(call: CallRecord, trace: RankTrace) -> int:
-    """The end of a call's slice: a call that has not ended reaches to the end of the trace, and one whose
-    end nobody recorded is a moment."""
-    return call.start_ns if call.end_ns < 0 else call.end_ns or trace.closed_ns
 
 
 def _program(trace: RankTrace, calls: Sequence[CallRecord]) -> _Slices:
@@ -138,7 +147,10 @@ def _steps(calls: Sequence[CallRecord], resource: str) -> _Slices:
     ]
 
 
-def _step(call: CallRecord, step: StepRecord) -> Event:
+def _step(call: CallRecord, step: StepRecord, *, is_predicted: bool = False) -> Event:
+    name = f"{call.lane} {step.op} {step.chunk}".lstrip()
+    if is_predicted:
+        return {"name": name, "cat": "predicted", "args": {"call": call_label(call)}}
     args = {
         "call": call_label(call),
         "lane": call.lane,
@@ -147,26 +159,7 @@ def _step(call: CallRecord, step: StepRecord) -> Event:
         "sent_bytes": step.sent_bytes,
         "before_post_us": (step.start_ns - step.enqueue_ns) / 1e3,
     }
-    return {"name": _step_label(call, step), "cat": step.op, "args": args}
-
-
-def _predicted(calls: Sequence[CallRecord], resource: str) -> _Slices:
-    """The predicted steps from the start of each call, as if nothing else ran."""
-    return [
-        ((call.start_ns + round(start * 1e3), call.start_ns + round(end * 1e3)), partial(_predicted_step, call, step))
-        for call in calls
-        if call.start_ns
-        for step, (start, end) in zip(call.steps, call.predicted, strict=False)  # none predicted: nothing
-        if step.resource == resource
-    ]
-
-
-def _predicted_step(call: CallRecord, step: StepRecord) -> Event:
-    return {"name": _step_label(call, step), "cat": "predicted", "args": {"call": call_label(call)}}
-
-
-def _step_label(call: CallRecord, step: StepRecord) -> str:
-    return f"{call.lane} {step.op} {step.chunk}".lstrip()
+    return {"name": name, "cat": step.op, "args": args}
 
 
 def _queued(rank: int, calls: Sequence[CallRecord], clock: Callable[[int], int]) -> Iterator[Event]:
@@ -185,7 +178,3 @@ def _queued(rank: int, calls: Sequence[CallRecord], clock: Callable[[int], int])
 def lane_place(lane: str) -> tuple[int, str]:
     """Return a key that sorts lanes: those that go first, those nobody knows, none at all."""
     return _LANES.index(lane) if lane in LANES else len(_LANES) + (not lane), lane
-
-
-def _resource_place(resource: str) -> tuple[int, str]:
-    return _RESOURCES.index(resource) if resource in _RESOURCES else len(_RESOURCES), resource

@@ -118,15 +118,12 @@ def rank_paths(folder: Path) -> list[Path]:
 
 def _read(path: Path) -> RankTrace:
     data = read_data(path, _WHAT, _MOST_BYTES)
-    _head_of(path, data)
+    _head(path, data)
     return parse_record(data, _File, path, _WHAT).commlayer
 
 
-def _head(path: Path) -> _Head:
-    return _head_of(path, read_data(path, _WHAT, _MOST_BYTES))
-
-
-def _head_of(path: Path, data: bytes) -> _Head:
+def _head(path: Path, data: bytes | None = None) -> _Head:
+    data = read_data(path, _WHAT, _MOST_BYTES) if data is None else data
     head = parse_record(data, _Probe, path, _WHAT).commlayer
     if head.format != TRACE_FORMAT:
         raise UsageError(

@@ -7,7 +7,7 @@ all_to_all are recorded.
 from __future__ import annotations
 
 import shlex
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -72,7 +72,13 @@ def workload(ranks: Sequence[Selected], topology: Topology) -> list[GroupWork]:
         collective = _PLANNED.get(next(iter(shared.values()))[0].collective)
         if collective is None or len(members) < 2 or not any(sizes):
             continue
-        row = rows[group, collective, _on_nodes(members, node_of, topology)]
+        if beyond := [rank for rank in members if rank not in node_of]:
+            raise UsageError(
+                f"expected ranks of the profile's {topology.world_size}, got rank {beyond[0]} in a group: take a profile "
+                "of a cluster as large as the job"
+            )
+        on_nodes = Counter(node_of[rank] for rank in members)
+        row = rows[group, collective, tuple(on_nodes[node] for node in sorted(on_nodes))]
         row.members.add(members)
         row.sizes.append(max(sizes))
         if collective == "all_to_all_v" and len(sizes) == len(members):
@@ -82,7 +88,7 @@ def workload(ranks: Sequence[Selected], topology: Topology) -> list[GroupWork]:
             group=group,
             collective=collective,
             nodes=nodes,
-            siblings=_siblings(row.members, node_of),
+            siblings=max(Counter(node for each in row.members for node in {node_of[rank] for rank in each}).values()),
             num_calls=len(row.sizes),
             median_bytes=round(median(row.sizes)),
             imbalance=median(row.imbalances) if row.imbalances else None,
@@ -96,23 +102,3 @@ def plan_command(work: GroupWork, profile: str) -> str:
     """Return the command that prices a call of the row on a profile."""
     options = f"--collective {work.collective} --bytes {work.median_bytes} --group {work.shape}"
     return f"commlayer plan --profile {shlex.quote(profile)} {options} --siblings {work.siblings}"
-
-
-def _on_nodes(members: Sequence[int], node_of: dict[int, int], topology: Topology) -> tuple[int, ...]:
-    """How many members each node has, of nodes with any."""
-    if beyond := [rank for rank in members if rank not in node_of]:
-        raise UsageError(
-            f"expected ranks of the profile's {topology.world_size}, got rank {beyond[0]} in a group: take a profile "
-            "of a cluster as large as the job"
-        )
-    nodes = [node_of[rank] for rank in members]
-    return tuple(nodes.count(node) for node in sorted(set(nodes)))
-
-
-def _siblings(groups: set[tuple[int, ...]], node_of: dict[int, int]) -> int:
-    """The most groups that use one node."""
-    used: defaultdict[int, int] = defaultdict(int)
-    for members in groups:
-        for node in {node_of[rank] for rank in members}:
-            used[node] += 1
-    return max(used.values())
