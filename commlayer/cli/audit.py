@@ -10,7 +10,7 @@ from typing import Any
 import click
 import msgspec
 
-from commlayer.auditing.audit_files import RankAudit, audit_name, read_audits
+from commlayer.auditing.audit_files import audit_name, read_audits
 from commlayer.auditing.audit_words import (
     AUDIT_COLUMNS,
     PLACEMENT_COLUMNS,
@@ -79,7 +79,9 @@ def audit_command(
         for line in lines:
             echo_sentence(f"note: {name + ': ' if name else ''}{line}", err=True)
     if as_prometheus:
-        _print_prometheus([audit for each in audits.values() for audit in each])
+        from commlayer.auditing.prometheus import prometheus_text
+
+        echo(prometheus_text([audit for each in audits.values() for audit in each]).removesuffix("\n"))
     elif as_json:
         content = {name: _as_dict(each, notes[name]) for name, each in merged.items()}
         print_json({"replicas": content} if len(content) > 1 else next(iter(content.values())))
@@ -89,12 +91,6 @@ def audit_command(
                 echo_sentence(f"replica {name}")
             _show(each, show_all)
     refuse_damaged(damaged)
-
-
-def _print_prometheus(audits: Sequence[RankAudit]) -> None:
-    from commlayer.auditing.prometheus import prometheus_text
-
-    echo(prometheus_text(audits).removesuffix("\n"))
 
 
 def _notes(audit: JobAudit, *, is_folder: bool) -> list[str]:
@@ -126,10 +122,17 @@ def _show(audit: JobAudit, show_all: bool) -> None:
         f"{counted(len(audit.groups), 'group')}\n"
     )
     rows = [(group, calls) for group in audit.groups for calls in group.calls]
-    shown = _shown(rows, show_all)
+    # The time by which a rank's calls took longer than promised, mean over ranks.
+    lost_us = [(calls.measured_us - calls.promised_us) / len(group.told) for group, calls in rows]
+    largest = sorted(range(len(rows)), key=lambda index: -abs(lost_us[index]))
+    shown = sorted(largest[: None if show_all else _MOST_ROWS])
     if shown:
         columns = [*AUDIT_COLUMNS, ">lost a rank", ">worst rank"]
-        cells = [[*call_cells(group, calls), _lost(group, calls), _worst(calls)] for group, calls in shown]
+        cells = []
+        for index in shown:
+            calls = rows[index][1]
+            worst = f"{calls.worst_rank} (×{calls.worst_ratio:.2f})" if calls.worst_rank >= 0 else "–"
+            cells.append([*call_cells(*rows[index]), signed_us(lost_us[index]), worst])
         print_table(columns, cells, title="Promised and measured: mean of a call, over ranks")
         if len(shown) < len(rows):
             echo_sentence(f"{counted(len(rows) - len(shown), 'row')} with less difference not shown (--all)")
@@ -150,27 +153,6 @@ def _show(audit: JobAudit, show_all: bool) -> None:
         print_table(PLACEMENT_COLUMNS, cells, title="Migrations of experts, and steps behind them", spare=(6, 2))
     if len(groups) < len(audit.groups):
         echo_sentence(f"{counted(len(audit.groups) - len(groups), 'group')} with less difference not shown (--all)")
-
-
-def _shown(rows: list[tuple[GroupTotals, CallTotals]], show_all: bool) -> list[tuple[GroupTotals, CallTotals]]:
-    """The rows with the largest differences, in the order in which they were."""
-    if show_all or len(rows) <= _MOST_ROWS:
-        return rows
-    by_difference = sorted(range(len(rows)), key=lambda index: -abs(_difference_us(*rows[index])))
-    return [rows[index] for index in sorted(by_difference[:_MOST_ROWS])]
-
-
-def _difference_us(group: GroupTotals, calls: CallTotals) -> float:
-    """The time by which a rank's calls took longer than promised, mean over ranks, µs."""
-    return (calls.measured_us - calls.promised_us) / len(group.told)
-
-
-def _lost(group: GroupTotals, calls: CallTotals) -> str:
-    return signed_us(_difference_us(group, calls))
-
-
-def _worst(calls: CallTotals) -> str:
-    return f"{calls.worst_rank} (×{calls.worst_ratio:.2f})" if calls.worst_rank >= 0 else "–"
 
 
 def _as_dict(audit: JobAudit, notes: Sequence[str]) -> dict[str, Any]:

@@ -34,34 +34,32 @@ def cache_lines(settings: Settings) -> list[Line]:
         advice = "name another folder in COMMLAYER_CACHE: until then every job measures its cluster again"
         return [("warn", "folder", f"cannot be read: {shortened(str(error))}", advice)]
     lines = [line for file in files for line in _lines_of(file, settings)]
-    is_found = any(name == "cached profile" for _, name, _, _ in lines)
-    others = len(files) - len(lines)
-    return [*lines, *_rest(folder, settings, others, is_found)]
-
-
-def _rest(folder: Path, settings: Settings, others: int, is_found: bool) -> Iterator[Line]:
-    where = shortened(str(folder))
-    if not is_found:
+    others, where = len(files) - len(lines), shortened(str(folder))
+    if all(name != "cached profile" for _, name, _, _ in lines):
         advice = "the first job on a cluster of machines like this one measures its links, which takes some seconds"
-        yield "ok", "cached profile", f"none in {where}", advice
+        lines.append(("ok", "cached profile", f"none in {where}", advice))
     if others:
         advice = (
             "of other kinds of machines or interfaces, other versions, or other settings: a job here does not find them"
         )
-        yield "ok", "other profiles", f"{others} in {where}", advice
+        lines.append(("ok", "other profiles", f"{others} in {where}", advice))
     if settings.profile not in (None, "auto"):
-        yield "ok", "COMMLAYER_PROFILE", shortened(str(settings.profile)), "with it set, nothing here is looked for"
+        name = shortened(str(settings.profile))
+        lines.append(("ok", "COMMLAYER_PROFILE", name, "with it set, nothing here is looked for"))
+    return lines
 
 
 def _lines_of(file: Path, settings: Settings) -> Iterator[Line]:
     """The lines of one file: none where it is sound, and of no use to a job here."""
     try:
-        age = _age(time.time() - file.stat().st_mtime)
+        age_s = time.time() - file.stat().st_mtime
         profile = parse_profile(read_file(file), shortened(str(file)))
     except (CommlayerError, OSError) as error:
         advice = "a job that finds it measures its cluster again; remove the file"
         yield "warn", "damaged file", f"{shortened(str(file))}: {shortened(str(error), 300)}", advice
         return
+    ages = (f"{age_s / length:.0f} {unit} old" for length, unit in _UNITS if age_s >= 2 * length)
+    age = next(ages, "just measured")
     if MEASURED_ON in profile.environment:
         what = f"{file}: {profile.topology} on {profile.measured_on}, {age}"
         yield (
@@ -87,10 +85,3 @@ def _key(profile: Profile, settings: Settings) -> str:
 
     topology = Topology.parse(profile.topology)
     return cluster_key(topology, [describe_machine(settings)] * topology.world_size, "cpu", settings.intra)
-
-
-def _age(seconds: float) -> str:
-    for length, unit in _UNITS:
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit} old"
-    return "just measured"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 
 import click
 
 from commlayer.cli.commands import Command
-from commlayer.cli.doctor_checks import Finding, all_findings
+from commlayer.cli.doctor_checks import all_findings
 from commlayer.cli.option_types import json_option
 from commlayer.cli.tables import cell_text, echo, print_grid, print_json
 
@@ -29,12 +28,7 @@ def doctor(as_json: bool) -> None:
     is_sound = all(finding.mark != "bad" for finding in findings)
     if as_json:
         print_json({"ok": is_sound, "findings": findings})
-    else:
-        _show(findings)
-    sys.exit(0 if is_sound else 1)
-
-
-def _show(findings: Sequence[Finding]) -> None:
+        sys.exit(0 if is_sound else 1)
     from rich.table import Table
 
     # One grid for all sections: the columns line up, so that the eye runs down the marks.
@@ -56,3 +50,4 @@ def _show(findings: Sequence[Finding]) -> None:
     print_grid(table)
     counts = {mark: sum(finding.mark == mark for finding in findings) for mark in _MARKS}
     echo(f"\n{counts['ok']} ✓   {counts['warn']} !   {counts['bad']} ✗")
+    sys.exit(0 if is_sound else 1)

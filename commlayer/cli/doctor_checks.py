@@ -8,18 +8,20 @@ import re
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
 from commlayer import __version__
 from commlayer.cli.cache_checks import cache_lines
 from commlayer.profiles.errors import CommlayerError, SettingsError
-from commlayer.profiles.profile import Profile
 from commlayer.settings import Settings
 from commlayer.transport.foreign_variables import Verdict, variable_findings
 
 __all__ = ["Finding", "all_findings"]
+
+_Lines: TypeAlias = list[tuple[Verdict, str, str, str]]
+"""The findings of a section: mark, name, value and advice."""
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -30,21 +32,30 @@ class Finding(msgspec.Struct, frozen=True):
     mark: Verdict
     name: str
     value: str
-    advice: str = ""
+    advice: str
 
 
 def all_findings() -> list[Finding]:
     """Everything that is known about this machine; imports torch."""
-    findings = [*_versions(), *_torch(), *_network(), *_emulation()]
+    sections = {
+        "Versions": _versions(),
+        "torch.distributed and GPUs": _torch(),
+        "Network": _network(),
+        "Emulated cluster": _emulation(),
+    }
+    settings, is_sound = Settings(), True
     try:
         settings = Settings.from_environment()
+        sections["Settings"] = _settings(settings)
     except SettingsError as error:
-        advice = "correct or unset it: every command and rank refuses it"
-        findings.append(Finding("Settings", "bad", "COMMLAYER_*", str(error), advice))
-        return [*findings, *_lanes(Settings()), *_variables()]
-    lines = cache_lines(settings)
-    cache = [Finding("Cached profiles", *line) for line in lines]
-    return [*findings, *_settings(settings), *_lanes(settings), *_variables(), *_choice(settings), *cache]
+        is_sound, advice = False, "correct or unset it: every command and rank refuses it"
+        sections["Settings"] = [("bad", "COMMLAYER_*", str(error), advice)]
+    sections["Lanes"] = _lanes(settings)
+    sections["Environment variables"] = variable_findings(os.environ)
+    if is_sound:
+        sections["What would be chosen"] = _choice(settings)
+        sections["Cached profiles"] = cache_lines(settings)
+    return [Finding(section, *line) for section, lines in sections.items() for line in lines]
 
 
 _CORE = ("torch", "numpy", "scipy", "click", "rich", "msgspec")
@@ -63,13 +74,12 @@ def _installed(*names: str) -> str | None:
     return None
 
 
-def _versions() -> list[Finding]:
-    section = "Versions"
+def _versions() -> _Lines:
     kernel = f"{platform.system()} {platform.release()}, {platform.machine()}"
-    findings = [
-        Finding(section, "ok", "commlayer", __version__),
-        Finding(section, "ok" if sys.version_info >= (3, 10) else "bad", "python", platform.python_version()),
-        Finding(section, "ok", "kernel", kernel),
+    lines: _Lines = [
+        ("ok", "commlayer", __version__, ""),
+        ("ok" if sys.version_info >= (3, 10) else "bad", "python", platform.python_version(), ""),
+        ("ok", "kernel", kernel, ""),
     ]
     try:
         requirements = metadata.requires("commlayer") or []
@@ -82,16 +92,16 @@ def _versions() -> list[Finding]:
         version, least = _installed(name), minimums.get(name)
         wanted = f"{name}>={least}" if least else name
         if version is None:
-            findings.append(Finding(section, "bad", name, "not installed", f"pip install '{wanted}'"))
+            lines.append(("bad", name, "not installed", f"pip install '{wanted}'"))
         elif least is not None and _numbers(version) < _numbers(least):
-            findings.append(Finding(section, "bad", name, version, f"too old: pip install '{wanted}'"))
+            lines.append(("bad", name, version, f"too old: pip install '{wanted}'"))
         else:
-            findings.append(Finding(section, "ok", name, version))
+            lines.append(("ok", name, version, ""))
     for name, (packages, advice) in _EXTRAS.items():
         version = _installed(*packages)
         mark: Verdict = "ok" if version or name == "cupy" else "warn"
-        findings.append(Finding(section, mark, name, version or "not installed", "" if version else advice))
-    return findings
+        lines.append((mark, name, version or "not installed", "" if version else advice))
+    return lines
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -100,37 +110,33 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts)
 
 
-def _torch() -> list[Finding]:
-    section = "torch.distributed and GPUs"
+def _torch() -> _Lines:
     try:
         import torch
         import torch.distributed as dist
     except Exception as error:  # noqa: BLE001  a broken torch raises anything; that is a finding
-        return [Finding(section, "bad", "import torch", f"{type(error).__name__}: {error}", "reinstall torch")]
+        return [("bad", "import torch", f"{type(error).__name__}: {error}", "reinstall torch")]
     if not dist.is_available():
-        return [
-            Finding(section, "bad", "torch.distributed", "not built in", "install a torch with distributed support")
-        ]
+        return [("bad", "torch.distributed", "not built in", "install a torch with distributed support")]
     backends = [name for name in ("gloo", "nccl", "mpi", "ucc") if getattr(dist, f"is_{name}_available", bool)()]
     usable = "gloo" in backends or "nccl" in backends
     advice = "" if usable else "commlayer runs over gloo (CPU) or nccl (CUDA): install a torch with one of them"
-    findings = [Finding(section, "ok" if usable else "bad", "backends", ", ".join(backends) or "none", advice)]
-    findings += _devices(section, torch)
+    lines: _Lines = [("ok" if usable else "bad", "backends", ", ".join(backends) or "none", advice), *_devices(torch)]
     if "nccl" in backends:
-        findings.append(_nccl(section, torch))
-    return findings
+        version = torch.cuda.nccl.version()
+        mark, advice = "ok", "what it does for lanes is said below"
+        if version < (2, 26):
+            mark = "warn"
+            advice = "before 2.26 nothing keeps several communicators of one device in one order: only the program does"
+        lines.append((mark, "NCCL", ".".join(map(str, version)), advice))
+    return lines
 
 
-def _devices(section: str, torch: Any) -> list[Finding]:
+def _devices(torch: Any) -> _Lines:
     if torch.cuda.is_available():
         properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
         return [
-            Finding(
-                section,
-                "ok",
-                f"GPU {index}",
-                f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, sm_{gpu.major}{gpu.minor}",
-            )
+            ("ok", f"GPU {index}", f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, sm_{gpu.major}{gpu.minor}", "")
             for index, gpu in enumerate(properties)
         ]
     if torch.version.cuda is None:
@@ -139,34 +145,21 @@ def _devices(section: str, torch: Any) -> list[Finding]:
         why = f"none is visible with CUDA_VISIBLE_DEVICES={visible!r}"
     else:
         why = "no GPU, or no driver for this torch"
-    return [
-        Finding(section, "warn", "GPU", f"no CUDA device: {why}", "ranks move CPU tensors over gloo, which needs none")
-    ]
+    return [("warn", "GPU", f"no CUDA device: {why}", "ranks move CPU tensors over gloo, which needs none")]
 
 
-def _nccl(section: str, torch: Any) -> Finding:
-    version = torch.cuda.nccl.version()
-    text = ".".join(map(str, version))
-    if version < (2, 26):
-        advice = "before 2.26 nothing keeps several communicators of one device in one order: only the program does"
-        return Finding(section, "warn", "NCCL", text, advice)
-    return Finding(section, "ok", "NCCL", text, "what it does for lanes is said below")
-
-
-def _network() -> list[Finding]:
+def _network() -> _Lines:
     from commlayer.cli.interfaces import gloo_address, interfaces
 
-    section = "Network"
-    findings = [Finding(section, "ok", f"interface {each.name}", each.describe()) for each in interfaces()]
+    lines: _Lines = [("ok", f"interface {each.name}", each.describe(), "") for each in interfaces()]
     choice = gloo_address()
     mark: Verdict = "bad" if choice.is_wrong else "warn" if choice.advice else "ok"
-    return [*findings, Finding(section, mark, "gloo would use", choice.describe(), choice.advice)]
+    return [*lines, (mark, "gloo would use", choice.describe(), choice.advice)]
 
 
-def _emulation() -> list[Finding]:
+def _emulation() -> _Lines:
     from commlayer.emulation import rights
 
-    section = "Emulated cluster"
     granted = rights()
     nodes = "granted" + (" by a user namespace" if granted.user_namespace else "") if granted.netns else "not granted"
     delays = {"netem": "by the kernel (sch_netem)", "relay": "by a relay process (the kernel has no sch_netem)"}
@@ -178,11 +171,11 @@ def _emulation() -> list[Finding]:
     shared = "all ranks share it: their copies slow each other down, which the measured profile contains"
     rates, delay = granted.shaping, granted.delay
     return [
-        Finding(section, "ok" if granted.netns else "warn", "network namespaces", nodes, fallback),
-        Finding(section, "ok" if rates else "warn", "rates", "token bucket (sch_tbf)" if rates else "cannot be shaped"),
-        Finding(section, "ok" if delay != "none" else "warn", "delays", delays.get(delay, "cannot be made")),
-        Finding(section, "ok", "default qdisc", _first_line("/proc/sys/net/core/default_qdisc") or "not known"),
-        Finding(section, "ok" if usable >= 2 else "warn", "CPU", f"{usable:g} of {os.cpu_count()} cores", shared),
+        ("ok" if granted.netns else "warn", "network namespaces", nodes, fallback),
+        ("ok" if rates else "warn", "rates", "token bucket (sch_tbf)" if rates else "cannot be shaped", ""),
+        ("ok" if delay != "none" else "warn", "delays", delays.get(delay, "cannot be made"), ""),
+        ("ok", "default qdisc", _first_line("/proc/sys/net/core/default_qdisc") or "not known", ""),
+        ("ok" if usable >= 2 else "warn", "CPU", f"{usable:g} of {os.cpu_count()} cores", shared),
     ]
 
 
@@ -193,17 +186,16 @@ def _first_line(path: str) -> str:
         return ""
 
 
-def _settings(settings: Settings) -> list[Finding]:
-    default = Settings()
-    findings = []
+def _settings(settings: Settings) -> _Lines:
+    default, lines = Settings(), _Lines()
     for name in Settings.__dataclass_fields__:
         value = getattr(settings, name)
         origin = "default" if value == getattr(default, name) else f"from COMMLAYER_{name.upper()}"
-        findings.append(Finding("Settings", "ok", name, "not set" if value is None else str(value), origin))
-    return findings
+        lines.append(("ok", name, "not set" if value is None else str(value), origin))
+    return lines
 
 
-def _lanes(settings: Settings) -> list[Finding]:
+def _lanes(settings: Settings) -> _Lines:
     from commlayer.cli.lane_checks import at_hand, lane_lines
 
     try:
@@ -212,45 +204,44 @@ def _lanes(settings: Settings) -> list[Finding]:
         version, fields = at_hand(torch)
     except Exception:  # noqa: BLE001  _torch has said what is wrong
         version, fields = None, frozenset[str]()
-    lines = lane_lines(os.environ, version, fields, is_on=settings.lanes != "off", share=settings.lane_share)
-    return [Finding("Lanes", *line) for line in lines]
-
-
-def _variables() -> list[Finding]:
-    return [Finding("Environment variables", *each) for each in variable_findings(os.environ)]
+    return lane_lines(os.environ, version, fields, is_on=settings.lanes != "off", share=settings.lane_share)
 
 
 _SAMPLE_BYTES = 16 * 2**20
 """The size for which ``doctor`` says what would be chosen."""
 
 
-def _choice(settings: Settings) -> list[Finding]:
+def _choice(settings: Settings) -> _Lines:
     """Which profile a Communicator would take here, and what it would choose."""
+    from commlayer.cli.traffic_options import traffic_for
     from commlayer.profiles import catalog
+    from commlayer.scheduler.decision import choose
+    from commlayer.units import format_bytes
 
-    section, name = "What would be chosen", settings.profile
+    name, what = settings.profile, f"{format_bytes(_SAMPLE_BYTES)} a rank"
     if not name:
         advice = (
             "measure this cluster: torchrun … commlayer measure -o cluster.json (or commlayer measure --emulate 2x4), then "
             "set COMMLAYER_PROFILE=cluster.json or pass profile=. Without one a Communicator refuses to guess"
         )
-        return [Finding(section, "warn", "profile", "none set", advice)]
+        return [("warn", "profile", "none set", advice)]
     if name in _NOT_PROFILES:
-        return [
-            Finding(section, "ok", "profile", name, f"{_NOT_PROFILES[name]}; a Communicator wants a profile's name")
-        ]
+        return [("ok", "profile", name, f"{_NOT_PROFILES[name]}; a Communicator wants a profile's name")]
     try:
         profile = catalog.load_profile(name)
     except CommlayerError as error:
-        return [Finding(section, "bad", "profile", name, str(error))]
+        return [("bad", "profile", name, str(error))]
     doubt = _DOUBTS.get(profile.kind, "")
     where = f", measured on {profile.measured_on}" if profile.measured_on else ""
     about = f"{profile.name}: {profile.kind}, {profile.topology}{where}"
-    findings = [Finding(section, "warn" if doubt else "ok", "profile", about, doubt)]
-    for link in profile.slow_links:
-        advice = _CARD if len(link.nodes) == 1 else _WAY
-        findings.append(Finding(section, "warn", "slow link", str(link), advice))
-    return [*findings, _decision(section, profile)]
+    lines: _Lines = [("warn" if doubt else "ok", "profile", about, doubt)]
+    lines += [("warn", "slow link", str(each), _CARD if len(each.nodes) == 1 else _WAY) for each in profile.slow_links]
+    try:
+        decision = choose(traffic_for(profile, _SAMPLE_BYTES), profile)
+        lines.append(("ok", what, decision.plan.name, decision.reason()))
+    except CommlayerError as error:  # an uneven cluster, a curve that is missing
+        lines.append(("warn", what, "nothing", str(error)))
+    return lines
 
 
 _NOT_PROFILES = {
@@ -268,16 +259,3 @@ _DOUBTS = {
     "paper": "from a paper's cluster, not measured here",
     "emulated": "of emulated links: not for a real cluster",
 }
-
-
-def _decision(section: str, profile: Profile) -> Finding:
-    from commlayer.cli.traffic_options import traffic_for
-    from commlayer.scheduler.decision import choose
-    from commlayer.units import format_bytes
-
-    what = f"{format_bytes(_SAMPLE_BYTES)} a rank"
-    try:
-        decision = choose(traffic_for(profile, _SAMPLE_BYTES), profile)
-    except CommlayerError as error:  # an uneven cluster, a curve that is missing
-        return Finding(section, "warn", what, "nothing", str(error))
-    return Finding(section, "ok", what, decision.plan.name, decision.reason())

@@ -27,7 +27,7 @@ from commlayer.profiles.files import write_file
 from commlayer.profiles.profile import Profile
 from commlayer.profiles.topology import Topology
 from commlayer.readers.nccl_files import NcclRun, nccl_profile, nccl_tests_json, read_nccl_runs
-from commlayer.scheduler.decision import Decision, choose
+from commlayer.scheduler.decision import choose
 from commlayer.scheduler.group_profiles import group_profile
 from commlayer.scheduler.nccl_tuner import ONE_CHANNEL, TUNED, TunerRow, nccl_table, ncclx_table, rows_of_decisions
 from commlayer.units import format_bytes
@@ -186,7 +186,8 @@ def _of_profile(profile: Profile, group: str | None, begin: int, end: int) -> tu
     rows, untold, unpriced = [], list[str](), list[str]()
     for collective in TUNED:
         try:
-            tuned, others = rows_of_decisions([_decided(profile, collective, size, group) for size in sizes])
+            traffics = [group_traffic(profile, collective, size, group, {}) for size in sizes]
+            tuned, others = rows_of_decisions([choose(each, group_profile(profile, each.nodes)) for each in traffics])
         except PlanError as error:
             unpriced.append(f"{collective}: {str(error).partition('; it has')[0]}")
             continue
@@ -208,8 +209,3 @@ def _of_profile(profile: Profile, group: str | None, begin: int, end: int) -> tu
         )
         comments.append(f"no row at all: {why}, so NCCL chooses")
     return rows, comments
-
-
-def _decided(profile: Profile, collective: str, nbytes: int, group: str | None) -> Decision:
-    traffic = group_traffic(profile, collective, nbytes, group, {})
-    return choose(traffic, group_profile(profile, traffic.nodes))

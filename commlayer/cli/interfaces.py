@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -32,18 +33,20 @@ class Interface:
 
 def interfaces() -> list[Interface]:
     """List the interfaces of this network namespace."""
-    return [Interface(name, _address(name), _state(name), _speed(name)) for _, name in socket.if_nameindex()]
+    known = []
+    for _, name in socket.if_nameindex():
+        address = ""
+        with contextlib.suppress(ImportError, OSError):  # not Linux, or no address
+            from fcntl import ioctl
 
-
-def _address(name: str) -> str:
-    try:
-        from fcntl import ioctl
-
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            reply = ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-        return socket.inet_ntoa(reply[20:24])
-    except (ImportError, OSError):  # not Linux, or no address
-        return ""
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                reply = ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            address = socket.inet_ntoa(reply[20:24])
+        state, speed = _read(name, "operstate"), _read(name, "speed")
+        # The driver says -1 where it does not know.
+        rate = int(speed) if speed.isdecimal() else None
+        known.append(Interface(name, address, "" if state == "unknown" else state, rate))
+    return known
 
 
 def _read(name: str, entry: str) -> str:
@@ -51,16 +54,6 @@ def _read(name: str, entry: str) -> str:
         return Path(f"/sys/class/net/{name}/{entry}").read_text(encoding="ascii").strip()
     except OSError:
         return ""
-
-
-def _state(name: str) -> str:
-    state = _read(name, "operstate")
-    return "" if state == "unknown" else state
-
-
-def _speed(name: str) -> int | None:
-    text = _read(name, "speed")
-    return int(text) if text.isdecimal() else None  # -1 where the driver does not know
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@ variables undo that."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from commlayer.scheduler.lanes import CHUNKS_IN_FLIGHT, LANES
@@ -50,36 +50,27 @@ def lane_lines(
     lines.append(("ok", "CPU (Gloo)", what, "lower lanes wait at the edges of their chunks, and not for ever"))
     if nccl_version is None:
         return [*lines, ("ok", "CUDA", "not active: no CUDA here", "")]
-    return [*lines, *_on_cuda(environment, nccl_version, config_fields)]
-
-
-def _on_cuda(environment: Mapping[str, str], nccl_version: Sequence[int], config_fields: Set[str]) -> Iterator[Line]:
     from commlayer.devices.accelerator import why_no_holds
     from commlayer.transport.nccl import LOWER_LANE_CTAS, is_high_priority
 
     high = ", ".join(lane for lane in LANES if is_high_priority(lane))
     lower = ", ".join(lane for lane in LANES if not is_high_priority(lane))
-    yield (
-        "ok",
-        "CUDA streams",
-        f"high priority for {high}",
-        "a kernel that runs is not stopped: chunk edges do the rest",
-    )
+    advice = "a kernel that runs is not stopped: chunk edges do the rest"
+    lines.append(("ok", "CUDA streams", f"high priority for {high}", advice))
     if why := why_no_holds("cuda", environment):
-        yield "warn", "CUDA holds", "not active", why
+        lines.append(("warn", "CUDA holds", "not active", why))
     else:
         advice = "planned calls of lower lanes wait on the device while higher ones are under way; the host does not"
-        yield "ok", "CUDA holds", "chunk edges, one chunk of each communicator in flight", advice
+        lines.append(("ok", "CUDA holds", "chunk edges, one chunk of each communicator in flight", advice))
     by_field = {
         "traffic_class": ("traffic class", "that of a lane to which the program gives one"),
         "max_ctas": ("CTA limits", f"{LOWER_LANE_CTAS} for {lower}"),
     }
     for field, (name, value) in by_field.items():
         missing = _missing(field, nccl_version, config_fields)
-        yield "ok", name, f"not active: {missing}" if missing else value, ""
-    for variable, advice in _UNDOING.items():
-        if environment.get(variable, "").strip().lower() not in ("", *OFF):
-            yield "warn", variable, environment[variable], advice
+        lines.append(("ok", name, f"not active: {missing}" if missing else value, ""))
+    undoing = [name for name in _UNDOING if environment.get(name, "").strip().lower() not in ("", *OFF)]
+    return [*lines, *(("warn", name, environment[name], _UNDOING[name]) for name in undoing)]
 
 
 def _missing(field: str, nccl_version: Sequence[int], config_fields: Set[str]) -> str:

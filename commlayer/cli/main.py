@@ -81,20 +81,6 @@ def _plug_ins() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=_PLUG_INS) if point.name not in _OURS}
 
 
-def _load(point: EntryPoint) -> click.Command:
-    """Load another package's command. Raises UsageError, which names the package."""
-    of_package = point.dist.name if point.dist is not None else point.module
-    try:
-        command = point.load()
-    except Exception as error:
-        raise UsageError(f"{point.name}: {of_package} does not load: {error}. Update or uninstall it") from error
-    if not isinstance(command, click.Command):
-        raise UsageError(
-            f"{point.name}: expected a click command of {of_package}, got {type(command).__name__}: update or uninstall it"
-        )
-    return command
-
-
 class LazyGroup(CommandGroup):
     """A group of commands that knows their names and one-line help without importing them; it turns
     errors into exit statuses.
@@ -109,7 +95,18 @@ class LazyGroup(CommandGroup):
             commands = (each for each in module.values() if isinstance(each, click.Command))
             return next(each for each in commands if each.name == cmd_name)
         point = _plug_ins().get(cmd_name)
-        return None if point is None else _load(point)
+        if point is None:
+            return None
+        of_package = point.dist.name if point.dist is not None else point.module
+        try:
+            command = point.load()
+        except Exception as error:
+            raise UsageError(f"{cmd_name}: {of_package} does not load: {error}. Update or uninstall it") from error
+        if not isinstance(command, click.Command):
+            raise UsageError(
+                f"{cmd_name}: expected a click command of {of_package}, got {type(command).__name__}: update or uninstall it"
+            )
+        return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -44,17 +44,13 @@ def list_(as_json: bool) -> None:
     if as_json:
         print_json([_summary(profile) for profile in shipped])
         return
-    rows = [
-        [
-            profile.name,
-            profile.kind,
-            profile.topology,
-            *(f"{profile.peaks.of(link):g}" for link in _LINKS),
-            str(len(profile.curves)),
-            _first_sentence(profile.source),
-        ]
-        for profile in shipped
-    ]
+    rows = []
+    for profile in shipped:
+        source = profile.source.split("\n", 1)[0]
+        if len(source) > 80:
+            source = source.split(". ", 1)[0].rstrip(".")
+        peaks = [f"{profile.peaks.of(link):g}" for link in _LINKS]
+        rows.append([profile.name, profile.kind, profile.topology, *peaks, str(len(profile.curves)), source])
     columns = ["name", "kind", "topology", ">inter GB/s", ">intra GB/s", ">device GB/s", ">curves", "~source"]
     print_table(columns, rows, spare=(7, 5))  # the source, which `show` has whole, and what copies inside a device take
 
@@ -124,12 +120,6 @@ def diff_(a: str, b: str, as_json: bool) -> None:
 _LINKS = (Resource.INTER, Resource.INTRA, Resource.DEVICE)
 _LONGEST = 120
 """Characters of a source that a comparison shows; the whole is in ``--json``."""
-
-
-def _first_sentence(text: str) -> str:
-    """The first line, or of a long one the first sentence."""
-    line = text.split("\n", 1)[0]
-    return line.split(". ", 1)[0].rstrip(".") if len(line) > 80 else line
 
 
 def _shortened(a: str, b: str) -> tuple[str, str]:

@@ -204,14 +204,13 @@ def replay_command(path: Path, picture: Path | None, layer: int, as_json: bool, 
         "predicted, nothing was run\n"
     )
     columns = ["placement", ">mean step", ">/ static", ">busiest / mean", ">migrations", ">each takes"]
-    print_table(columns, [_replay_row(each, replays[0]) for each in replays])
-
-
-def _replay_row(each: LoadReplay, static: LoadReplay) -> list[str]:
-    content = _as_dict(each, static)
-    took = f"{content['migration_us'] / each.num_migrations / 1e3:,.2f} ms" if each.num_migrations else "–"
-    step = f"{content['step_us'] / 1e3:,.2f} ms"
-    return [each.way, step, f"{content['of_static']:.3f}", f"{each.busiest:.2f}", str(each.num_migrations), took]
+    rows = []
+    for each in replays:
+        content = _as_dict(each, replays[0])
+        took = f"{content['migration_us'] / each.num_migrations / 1e3:,.2f} ms" if each.num_migrations else "–"
+        step, ratio = f"{content['step_us'] / 1e3:,.2f} ms", f"{content['of_static']:.3f}"
+        rows.append([each.way, step, ratio, f"{each.busiest:.2f}", str(each.num_migrations), took])
+    print_table(columns, rows)
 
 
 def _as_dict(each: LoadReplay, static: LoadReplay) -> dict[str, Any]:

@@ -89,8 +89,12 @@ def _print(console: Console, *texts: Table | Text, soft_wrap: bool = False) -> N
 def echo_json(text: str) -> None:
     """Write ``text``, which is JSON and ends its last line, to stdout. What would not be printed is written as ``\\u001b``."""
     if not text.isascii():  # JSON allows only control characters of C1 and above to stand for themselves
+        import json
+
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-        text = "".join(char if char == "\n" or _is_shown(char, encoding) else _escaped(char) for char in text)
+        # Other characters are escaped that the stream does not have, or that a terminal does not show.
+        shown = {char for char in set(text) if printable(char) == char and char.encode(encoding, "ignore")} | {"\n"}
+        text = "".join(char if char in shown else json.dumps(char)[1:-1] for char in text)
     _write(text.replace("\x7f", "\\u007f"))
 
 
@@ -102,17 +106,6 @@ def said_warnings(lead: str = "") -> Iterator[None]:
         yield
     for warning in caught:
         echo_sentence(f"{lead}warning: {warning.message}", err=True)
-
-
-def _is_shown(char: str, encoding: str) -> bool:
-    """Whether a stream of this encoding has the character, and a terminal shows it."""
-    return printable(char) == char and char.encode(encoding, "ignore") != b""
-
-
-def _escaped(char: str) -> str:
-    import json
-
-    return json.dumps(char)[1:-1]
 
 
 def print_json(content: Any) -> None:

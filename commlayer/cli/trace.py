@@ -4,6 +4,7 @@ what held the job up: lanes, groups, late ranks, wrong predictions."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,16 @@ def trace(
             )
         target = output or (each.folder / "merged.json" if each.folder is not None else None)
         if target is not None:
-            _write_merged(target, each.ranks)
+            first = each.ranks[0].trace
+            errors = {rank.trace.rank: rank.trace.error_ns for rank in each.ranks}
+            about = {
+                "job": first.job,
+                "world_size": first.world_size,
+                "versions": first.versions,
+                "clock_error_us": {str(rank): ns / 1e3 if ns >= 0 else None for rank, ns in errors.items()},
+            }
+            write_trace(target, merged_events([(rank.trace, rank.calls) for rank in each.ranks]), otherData=about)
+            tell("trace", target)
     _print(jobs, work, profile_name, show_all=show_all, as_json=as_json)
     refuse_damaged(damaged)
 
@@ -106,9 +116,11 @@ def _print(
         for line in job.notes:
             echo_sentence(f"note: {job.replica + ': ' if job.replica else ''}{line}", err=True)
     if as_json:
-        contents = {
-            job.replica: _as_dict(job) | _work_dict(each, profile) for job, each in zip(jobs, work, strict=True)
-        }
+        contents = {job.replica: _as_dict(job) for job in jobs}
+        if profile is not None:
+            for job, each in zip(jobs, work, strict=True):
+                rows = [_record(row, command=plan_command(row, profile)) for row in each]
+                contents[job.replica]["workload"] = rows
         print_json({"replicas": contents} if len(contents) > 1 else next(iter(contents.values())))
         return
     for job, each in zip(jobs, work, strict=True):
@@ -117,19 +129,6 @@ def _print(
         _show(job, show_all)
         if profile is not None:
             _show_work(each, profile)
-
-
-def _write_merged(path: Path, ranks: Sequence[Selected]) -> None:
-    events = merged_events([(rank.trace, rank.calls) for rank in ranks])
-    write_trace(path, events, otherData=_about(ranks))
-    tell("trace", path)
-
-
-def _about(ranks: Sequence[Selected]) -> dict[str, Any]:
-    """The facts that the merged trace says of itself."""
-    first = ranks[0].trace
-    errors = {str(rank.trace.rank): rank.trace.error_ns / 1e3 if rank.trace.error_ns >= 0 else None for rank in ranks}
-    return {"job": first.job, "world_size": first.world_size, "versions": first.versions, "clock_error_us": errors}
 
 
 def _error_us(ranks: Sequence[Selected]) -> float:
@@ -153,86 +152,37 @@ def _as_dict(job: TracedJob) -> dict[str, Any]:
         "notes": job.notes,
         "lanes": [_lane(times) for times in lane_times(ranks)] if has_lanes else [],
         "together": next((_lane(times) for times in lane_times(ranks, together=True)), None) if has_lanes else None,
-        "groups": [
-            {
-                "group": each.group,
-                "ranks": each.num_ranks,
-                "collective": each.collective,
-                "calls": each.num_calls,
-                "median_bytes": each.median_bytes,
-                "median_us": _known(each.median_us),
-                "worst_us": _known(each.worst_us),
-                "busbw_gbps": _known(each.busbw_gbps, 6),
-            }
-            for each in group_times(ranks)
-        ],
-        "stragglers": [
-            {
-                "rank": each.rank,
-                "host": each.host,
-                "calls": each.num_calls,
-                "median_us": rounded(each.median_us),
-                "worst_us": rounded(each.worst_us),
-                "worst": each.worst,
-                "last": each.num_last,
-            }
-            for each in lateness(ranks, job.host_errors_ns)
-        ],
-        "plans": [
-            {
-                "collective": each.collective,
-                "plan": each.plan,
-                "calls": each.num_calls,
-                "held_calls": each.num_held,
-                "predicted_us": _known(each.predicted_us),
-                "measured_us": _known(each.measured_us),
-                "ratio": _known(each.ratio, 6),
-                "ratio_together": _known(each.ratio_together, 6),
-            }
-            for each in plans(ranks)
-        ],
+        "groups": [_record(each) for each in group_times(ranks)],
+        "stragglers": [_record(each) for each in lateness(ranks, job.host_errors_ns)],
+        "plans": [_record(each) for each in plans(ranks)],
     }
 
 
-def _known(value: float | None, digits: int = 3) -> float | None:
-    return None if value is None else rounded(value, digits)
+_NAMES = {
+    "num_held": "held_calls",
+    "num_unknown": "unknown_calls",
+    "num_unfinished": "unfinished_calls",
+    "late_us": "",
+    "inter_bytes": "",
+    "intra_bytes": "",
+    "known_logical_bytes": "",
+}
+"""The names of a record's fields in JSON where they are not the field's without ``num_``; empty: it is not there."""
+
+
+def _record(each: Any, **more: Any) -> dict[str, Any]:
+    """A row of the analysis for ``--json``: times to the nanosecond, other fractions to six digits."""
+    content = {}
+    for field in fields(each):
+        name, value = _NAMES.get(field.name, field.name.removeprefix("num_")), getattr(each, field.name)
+        if name:
+            content[name] = rounded(value, 3 if name.endswith("_us") else 6) if isinstance(value, float) else value
+    return content | more
 
 
 def _lane(times: LaneTimes) -> dict[str, Any]:
-    return {
-        "lane": times.lane,
-        "calls": times.num_calls,
-        "ranks": times.num_ranks,
-        "busy_us": rounded(times.busy_us),
-        "queued_us": rounded(times.queued_us),
-        "held_us": rounded(times.held_us),
-        "exposed_us": rounded(times.exposed_us),
-        "logical_bytes": times.logical_bytes,
-        "wire_bytes": {"inter": times.inter_bytes, "intra": times.intra_bytes},
-        "unknown_calls": times.num_unknown,
-        "unfinished_calls": times.num_unfinished,
-        "wire_ratio": _known(times.wire_ratio, 6),
-    }
-
-
-def _work_dict(work: Sequence[GroupWork], profile: str | None) -> dict[str, Any]:
-    """The workload for ``--json``; nothing without a profile."""
-    if profile is None:
-        return {}
-    rows = [
-        {
-            "group": each.group,
-            "collective": each.collective,
-            "nodes": list(each.nodes),
-            "siblings": each.siblings,
-            "calls": each.num_calls,
-            "median_bytes": each.median_bytes,
-            "imbalance": _known(each.imbalance, 6),
-            "command": plan_command(each, profile),
-        }
-        for each in work
-    ]
-    return {"workload": rows}
+    ratio = None if times.wire_ratio is None else rounded(times.wire_ratio, 6)
+    return _record(times, wire_bytes={"inter": times.inter_bytes, "intra": times.intra_bytes}, wire_ratio=ratio)
 
 
 def _show(job: TracedJob, show_all: bool) -> None:
@@ -245,19 +195,14 @@ def _show(job: TracedJob, show_all: bool) -> None:
     if job.is_of_dumps:
         echo_sentence(f"dumps of {whose}, {calls} in {span}\n")
     else:
-        name = ranks[0].trace.job
-        echo_sentence(f"job {name}: {whose} on {counted(hosts, 'host')}, {calls} in {span}; clocks {_within(ranks)}\n")
+        name, error_us = ranks[0].trace.job, _error_us(ranks)
+        within = f"within {format_us(error_us)} of rank 0's" if error_us else "are one"
+        clocks = "not compared" if error_us < 0 else within
+        echo_sentence(f"job {name}: {whose} on {counted(hosts, 'host')}, {calls} in {span}; clocks {clocks}\n")
         _show_lanes(ranks)
     _show_groups(ranks, show_all)
     _show_lateness(job, show_all)
     _show_plans(ranks)
-
-
-def _within(ranks: Sequence[Selected]) -> str:
-    error_us = _error_us(ranks)
-    if error_us < 0:
-        return "not compared"
-    return f"within {format_us(error_us)} of rank 0's" if error_us else "are one"
 
 
 def _show_lanes(ranks: Sequence[Selected]) -> None:
