@@ -31,7 +31,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from commlayer.profiles.errors import InternalError, PlanError
+from commlayer.profiles.errors import PlanError
 from commlayer.scheduler import conflicts
 from commlayer.scheduler.dispatch_price import row_maps_us
 from commlayer.scheduler.mapping.cluster import Cluster
@@ -50,7 +50,7 @@ from commlayer.scheduler.overlap import LATER_CHUNKS, choose_slices, posted
 from commlayer.scheduler.programs import Breakdown, Compute, Issue, Item, PlannedCall, Wait, numbered, run_alone
 from commlayer.scheduler.traffic import Traffic
 
-__all__ = ["LayerBuilder", "sequence"]
+__all__ = ["HostTimes", "LayerBuilder", "dispatch_note", "sequence"]
 
 _LAUNCHES_WITHOUT_CHUNKS = (
     "launches counted without chunks: for each chunk of tokens the host launches calls and experts' products once more, "
@@ -62,6 +62,213 @@ _GATHERED = ("before_attention", "before_ffn")
 Places = dict[str, list[PlannedCall]]
 """The calls of a pass, by their place in it
 (:class:`~commlayer.scheduler.mapping.step_collectives.StepCollective`)."""
+
+
+class HostTimes(NamedTuple):
+    """The host's part of a layer, forward and backward: ``launches``, for which the layer waits for it; ``busy_us``, for
+    which it is busy with the layer where it cannot run ahead, else 0."""
+
+    launches: tuple[Compute, Compute]
+    busy_us: tuple[float, float]
+
+
+class LayerBuilder:
+    """Makes programs of layers and times them.
+
+    ``pricer``: of the collectives, by the run time's own plans; ``compute``: of everything else.
+    """
+
+    def __init__(self, job: Job, cluster: Cluster, software: Software, pricer: Pricer, compute: AnyCompute) -> None:
+        self.job, self.cluster, self.software, self.pricer, self.compute = job, cluster, software, pricer, compute
+        self.calls = LayerCalls(job, cluster, software, pricer)
+        self._levels: dict[tuple[object, ...], tuple[DispatchLevels | None, str]] = {}
+        self._hosts: dict[tuple[object, ...], HostTimes] = {}
+        self.slices: dict[tuple[Traffic, float], tuple[int, ...]] = {}
+        """The chunks in which rows go to experts that work on all of them for so many µs (of each product, backward)."""
+
+    def sent(
+        self, setup: Setup, exchanges: Iterable[StepCollective], levels: DispatchLevels | None
+    ) -> Iterable[StepCollective]:
+        """List the exchanges of ``setup`` as they go: those of tokens by the software's kernels
+        where it has any, or in the two levels that are given."""
+        if (routes := self.calls.routes(setup)) is not None:
+            return routes.replaced(tuple(exchanges))
+        return exchanges if levels is None else levels.replaced(exchanges)
+
+    def levels(self, setup: Setup) -> tuple[DispatchLevels | None, str]:
+        """The levels in which tokens go, and why; none where they go flat. Of one setup always the
+        same."""
+        nodes = self.cluster.nodes_of(setup.layout("ep"), setup.gpus)
+        levels = DispatchLevels.of(self.job, setup, self.software, nodes)
+        if levels is None:
+            return None, ""
+        # As many tokens of a rank take as long whichever degrees share them out, but for shared experts beside.
+        tokens = (levels.tokens, setup.micro_batch / (setup.cp * setup.tp))
+        beside = (setup.tp, setup.attention) if self.software.overlaps_shared else ()
+        key = (*tokens, *beside, setup.ep, setup.precision, nodes)
+        if key not in self._levels:
+            flat_us, levels_us = _dispatch_us(self, setup, None), math.inf
+            with contextlib.suppress(PlanError):  # a cluster without curves of rails, or of its nodes: then flat
+                levels_us = _dispatch_us(self, setup, levels)
+            why = (
+                f"tokens go to their experts in two levels, on {levels.nodes:.2g} of {levels.num_nodes} nodes where flat sends "
+                f"{self.job.model.top_k} rows: a layer's dispatch, experts and combine are predicted {levels_us:.0f} µs, "
+                f"flat {flat_us:.0f}"
+            )
+            self._levels[key] = (levels, why) if levels_us < flat_us else (None, "")
+        found, why = self._levels[key]
+        return (levels if found else None), why
+
+    def work(self, setup: Setup, is_moe: bool) -> LayerWork:
+        """Find what one layer computes for a micro-batch."""
+        routes = self.calls.routes(setup)
+        arrival = None if routes is None else TokenArrival(routes.sent_rows, routes.kernels.permutes)
+        return layer_work(self.job, setup, self.compute, is_moe, self.software, arrival)
+
+    def host(self, setup: Setup, is_moe: bool) -> HostTimes:
+        """The host's part of a layer, counted once for all setups that have the same."""
+        by_calls = self.software.kernels is not None and self.calls.routes(setup) is None
+        posts = self.calls.are_posted(setup)
+        size, tp, cp, etp = setup.gpus // setup.pp, setup.tp, setup.cp, setup.etp
+        if setup.zero <= 1:  # a call of more than one rank is launched as often, however many they are
+            size, tp, etp = min(size, 2), min(tp, 2), min(etp, 2)
+            cp = cp if self.software.context == "ring" else min(cp, 2)
+        degrees = (tp, cp, setup.ep, etp, setup.exchange)
+        ways = (setup.recompute, setup.precision, setup.attention, setup.zero)
+        key = (is_moe, by_calls, posts, *degrees, *ways, size)
+        if key not in self._hosts:
+            software = replace(self.software, kernels=None) if by_calls else self.software
+            waits = is_moe and waits_for_counts(self.job, setup, software, posts=posts)
+            forward, backward = (
+                Compute(self.compute.launched_us(launches, waits=waits), "host")
+                for launches in layer_launches(self.job, setup, software, is_moe=is_moe, posts=posts)
+            )
+            calls = host_calls(self.job, setup, software, is_moe=is_moe) if waits else LayerLaunches(0, 0)
+            busy = [self.compute.busy_us(number) for number in calls]
+            if waits and software.kernels is not None:
+                busy[0] += software.kernels.prepare_us  # it waits until it knows how many rows come
+            self._hosts[key] = HostTimes((forward, backward), (busy[0], busy[1]))
+        return self._hosts[key]
+
+    def forward(self, setup: Setup, is_moe: bool = True) -> list[Item]:
+        """One layer's forward pass of a micro-batch."""
+        passes = _Passes(self, setup, is_moe, self.levels(setup)[0])
+        at, _ = passes.places(layer_forward(self.job, setup, self.software, moe=is_moe))
+        program = sequence(self.host(setup, is_moe).launches[0], passes.forward(at))
+        return _beside_copies(self, "offload", setup, is_moe, program)
+
+    def backward(self, setup: Setup, is_moe: bool = True) -> list[Item]:
+        """One layer's backward pass of a micro-batch, with what is computed and sent again for
+        it."""
+        passes = _Passes(self, setup, is_moe, self.levels(setup)[0])
+        at, resent = passes.places(layer_backward(self.job, setup, self.software, moe=is_moe))
+        if setup.recompute == "full":
+            # What the forward pass sends comes first; a sequence that is gathered once more for a weight's gradient after it.
+            gathered = {place: resent[place][1:] for place in _GATHERED if len(resent.get(place, ())) > 1}
+            again = passes.forward(resent | {place: resent[place][:1] for place in gathered})
+            remade = [replace(item, name="recompute") if isinstance(item, Compute) else item for item in again]
+            resent = gathered
+        else:
+            remade, resent = _remade(setup, passes.work, resent)
+        experts = passes.experts(at, is_forward=False)
+        before, after, _ = passes.backward_around(at, resent, shared_is_beside=passes.has_shared_beside(at))
+        program = sequence(self.host(setup, is_moe).launches[1], remade, before, experts, after)
+        return _beside_copies(self, "reload", setup, is_moe, program)
+
+    def merged(self, setup: Setup, is_moe: bool = True) -> list[Item]:
+        """One layer's forward pass of a micro-batch and its backward pass of another, merged: one
+        computes while the other's tokens travel.
+
+        Exchanges go one after another: gradients to the experts, tokens to them, gradients from
+        them, tokens from them. Products for weights are computed when the gradients of tokens are
+        on their way (``--delay-wgrad-compute``; DualPipe's split).
+        """
+        passes = _Passes(self, setup, is_moe, self.levels(setup)[0])
+        there, _ = passes.places(layer_forward(self.job, setup, self.software, moe=is_moe))
+        back, resent = passes.places(layer_backward(self.job, setup, self.software, moe=is_moe))
+        remade, resent = _remade(setup, passes.work, resent)
+        forth = passes.expert_parts(there, is_forward=True)
+        home = passes.expert_parts(back, is_forward=False, puts_off=True)
+        before, after = passes.forward_around(there)
+        before_back, after_back, later = passes.backward_around(back, resent, puts_off=True)
+        (tokens_begun, tokens_ended), (tokens_sent, tokens_back) = _halves_out(forth.out), _halves_home(forth.home)
+        (begun, ended), (sent, come) = _halves_out(home.out), _halves_home(home.home)
+        program = sequence(
+            self.host(setup, is_moe).launches,
+            *(remade, before_back, home.first, begun, later),
+            *(before, forth.first, tokens_begun),
+            *(ended, home.computed, sent, home.later),
+            *(tokens_ended, forth.computed, tokens_sent),
+            *(come, home.last, after_back),
+            *(tokens_back, forth.last, after),
+        )
+        return _beside_copies(self, "offload and reload", setup, is_moe, program)
+
+    def timed(self, program: Sequence[Item]) -> Breakdown:
+        """The times of ``program``, with calls of different axes in each other's way."""
+        for this, following in zip(program, [*program[1:], None], strict=True):
+            if isinstance(this, Issue) and not (isinstance(following, Wait) and following.call is this.call):
+                return self.simulated(program)[0]
+        return run_alone(program)  # nothing is under way while something else is
+
+    def simulated(self, program: Sequence[Item]) -> tuple[Breakdown, conflicts.Forecast]:
+        """The same by :func:`commlayer.scheduler.conflicts.simulate`, always. What computation took, it took as it was
+        stretched."""
+        policy = self.pricer.policy.lanes if self.software.lanes else None
+        # For how much resources slow each other down; every call brings the curves of its group.
+        profiles = (item.call.profile for item in program if isinstance(item, Issue))
+        profile = next(filter(None, profiles), None) or self.cluster.profile_of((1,))
+        forecast = conflicts.simulate(list(numbered(program)), profile, policy)
+        times = Breakdown(total_us=forecast.total_us)
+        for name, start, end in forecast.computed:
+            times.parts[name] = times.parts.get(name, 0.0) + end - start
+        calls = [item.call for item in program if isinstance(item, Wait)]
+        for call, (_, start, end) in zip(calls, forecast.waited, strict=True):
+            times.wait(call, end - start)
+        return times, forecast
+
+
+def dispatch_note(builder: LayerBuilder, setup: Setup) -> str:
+    """Why tokens go to their experts in two levels, how kernels send them, or that the launches of
+    their chunks are not counted; empty where they go flat, as they should."""
+    kernels = builder.software.kernels
+    if kernels is None:
+        is_chunked = _may_chunk(builder.software, setup) and setup.ep > 1
+        is_counted_once = is_chunked and bool(builder.host(setup, True).launches[0].us)
+        return builder.levels(setup)[1] or _LAUNCHES_WITHOUT_CHUNKS * is_counted_once
+    if (routes := builder.calls.routes(setup)) is not None:
+        return routes.note()
+    if setup.ep == 1:
+        return ""
+    return (
+        f"{kernels.name} does not dispatch this mapping, whose tokens go by {setup.exchange}: it stands in for "
+        "an all_to_all with whole experts (etp 1), every choice (no capacity) and as many ranks of the group on every node"
+    )
+
+
+def _dispatch_us(builder: LayerBuilder, setup: Setup, levels: DispatchLevels | None) -> float:
+    """A layer's tokens to their experts, these, and back, forward and backward."""
+    total, plain = 0.0, replace(setup, recompute="none")
+    passes = _Passes(builder, plain, True, levels)
+    for exchanges, is_forward in ((layer_forward, True), (layer_backward, False)):
+        of_tokens = [
+            each
+            for each in exchanges(builder.job, plain, builder.software)
+            if each.place in ("dispatch", "combine") and not each.name.endswith(AGAIN)
+        ]
+        total += builder.timed(passes.experts(passes.places(of_tokens)[0], is_forward=is_forward)).total_us
+    return total
+
+
+def _beside_copies(builder: LayerBuilder, name: str, setup: Setup, is_moe: bool, program: list[Item]) -> list[Item]:
+    """With the copies to the host, or from it, that are under way meanwhile: as many bytes as the
+    layer itself has there."""
+    gpu = builder.cluster.gpu
+    nbytes = offloaded_layer_bytes(builder.job, setup, gpu, software=builder.software, is_moe=is_moe)
+    if not nbytes:
+        return program
+    copy = host_copy(name, nbytes, gpu)
+    return [Issue(copy), *program, Wait(copy)]
 
 
 class _ExpertParts(NamedTuple):
@@ -76,274 +283,56 @@ class _ExpertParts(NamedTuple):
     last: list[Compute]
 
 
-class LayerBuilder:
-    """Makes programs of layers and times them.
+class _Passes:
+    """The passes of one layer for a micro-batch. ``levels``: those in which its tokens go; None: they go flat, or by
+    kernels. ``at``: a pass's calls, by their place in it."""
 
-    ``pricer``: of the collectives, by the run time's own plans; ``compute``: of everything else.
-    """
+    def __init__(self, builder: LayerBuilder, setup: Setup, is_moe: bool, levels: DispatchLevels | None) -> None:
+        self.builder, self.setup, self.levels, self.software = builder, setup, levels, builder.software
+        self.work = builder.work(setup, is_moe)
 
-    def __init__(self, job: Job, cluster: Cluster, software: Software, pricer: Pricer, compute: AnyCompute) -> None:
-        self.job, self.cluster, self.software, self.pricer, self.compute = job, cluster, software, pricer, compute
-        self.calls = LayerCalls(job, cluster, software, pricer)
-        self._levels: dict[tuple[object, ...], tuple[DispatchLevels | None, str]] = {}
-        self._known_launches: dict[tuple[object, ...], tuple[tuple[Compute, Compute], tuple[float, float]]] = {}
-        self._known_slices: dict[tuple[Traffic, float], tuple[int, ...]] = {}
-
-    def sent(self, setup: Setup, exchanges: Iterable[StepCollective]) -> Iterable[StepCollective]:
-        """List the exchanges of ``setup`` as they go: those of tokens by the software's kernels
-        where it has any, or in two levels where that takes less time."""
-        if (routes := self.calls.routes(setup)) is not None:
-            return routes.replaced(tuple(exchanges))
-        levels = self._chosen(setup)[0]
-        return exchanges if levels is None else levels.replaced(exchanges)
-
-    def dispatch_note(self, setup: Setup) -> str:
-        """Why tokens go to their experts in two levels, how kernels send them, or that the launches
-        of their chunks are not counted; empty where they go flat, as they should."""
-        if self.software.kernels is None:
-            is_counted_once = self._may_chunk(setup) and setup.ep > 1 and bool(self.launches(setup, True)[0].us)
-            return self._chosen(setup)[1] or _LAUNCHES_WITHOUT_CHUNKS * is_counted_once
-        if (routes := self.calls.routes(setup)) is not None:
-            return routes.note()
-        if setup.ep == 1:
-            return ""
-        return (
-            f"{self.software.kernels.name} does not dispatch this mapping, whose tokens go by {setup.exchange}: it stands in for "
-            "an all_to_all with whole experts (etp 1), every choice (no capacity) and as many ranks of the group on every node"
-        )
-
-    def _chosen(self, setup: Setup) -> tuple[DispatchLevels | None, str]:
-        """The levels in which tokens go, and why; none where they go flat. Of one setup always the
-        same."""
-        nodes = self.cluster.nodes_of(setup.layout("ep"), setup.gpus)
-        levels = DispatchLevels.of(self.job, setup, self.software, nodes)
-        if levels is None:
-            return None, ""
-        # As many tokens of a rank take as long whichever degrees share them out, but for shared experts beside.
-        tokens = (levels.tokens, setup.micro_batch / (setup.cp * setup.tp))
-        beside = (setup.tp, setup.attention) if self.software.overlaps_shared else ()
-        key = (*tokens, *beside, setup.ep, setup.precision, nodes)
-        if key not in self._levels:
-            flat_us, levels_us = self._dispatch_us(setup, None), math.inf
-            with contextlib.suppress(PlanError):  # a cluster without curves of rails, or of its nodes: then flat
-                levels_us = self._dispatch_us(setup, levels)
-            why = (
-                f"tokens go to their experts in two levels, on {levels.nodes:.2g} of {levels.num_nodes} nodes where flat sends "
-                f"{self.job.model.top_k} rows: a layer's dispatch, experts and combine are predicted {levels_us:.0f} µs, "
-                f"flat {flat_us:.0f}"
-            )
-            self._levels[key] = (levels, why) if levels_us < flat_us else (None, "")
-        found, why = self._levels[key]
-        return (levels if found else None), why
-
-    def _dispatch_us(self, setup: Setup, levels: DispatchLevels | None) -> float:
-        """A layer's tokens to their experts, these, and back, forward and backward."""
-        work, total = self.work(setup, True), 0.0
-        plain = replace(setup, recompute="none")
-        for list_exchanges, is_forward in ((layer_forward, True), (layer_backward, False)):
-            exchanges = [
-                each
-                for each in list_exchanges(self.job, plain, self.software)
-                if each.place in ("dispatch", "combine") and not each.name.endswith(AGAIN)
-            ]
-            at = self._calls(plain, exchanges if levels is None else levels.replaced(exchanges))
-            total += self.timed(self._experts(plain, work, at, levels, is_forward=is_forward)).total_us
-        return total
-
-    def work(self, setup: Setup, is_moe: bool) -> LayerWork:
-        """Find what one layer computes for a micro-batch."""
-        routes = self.calls.routes(setup)
-        arrival = None if routes is None else TokenArrival(routes.sent_rows, routes.kernels.permutes)
-        return layer_work(self.job, setup, self.compute, is_moe, self.software, arrival)
-
-    def forward(self, setup: Setup, is_moe: bool = True) -> list[Item]:
-        """One layer's forward pass of a micro-batch."""
-        work = self.work(setup, is_moe)
-        at = self._places(setup, layer_forward(self.job, setup, self.software, moe=is_moe))
-        program = sequence(self.launches(setup, is_moe)[0], self._forward(setup, work, at))
-        return self._beside_copies("offload", setup, is_moe, program)
-
-    def backward(self, setup: Setup, is_moe: bool = True) -> list[Item]:
-        """One layer's backward pass of a micro-batch, with what is computed and sent again for
-        it."""
-        work, launches = self.work(setup, is_moe), self.launches(setup, is_moe)[1]
-        exchanges = layer_backward(self.job, setup, self.software, moe=is_moe)
-        at, resent = self._told_apart(setup, exchanges)
-        if setup.recompute == "full":
-            # What the forward pass sends comes first; a sequence that is gathered once more for a weight's gradient after it.
-            gathered = {place: resent[place][1:] for place in _GATHERED if len(resent.get(place, ())) > 1}
-            resent |= {place: resent[place][:1] for place in gathered}
-            again = _renamed(self._forward(setup, work, resent))
-            return sequence(launches, again, self._backward(setup, work, at, gathered))
-        remade, resent = _remade(setup, work, resent)
-        program = sequence(launches, remade, self._backward(setup, work, at, resent))
-        return self._beside_copies("reload", setup, is_moe, program)
-
-    def launches(self, setup: Setup, is_moe: bool) -> tuple[Compute, Compute]:
-        """The time for which a layer waits for its host, forward and backward."""
-        return self._launched(setup, is_moe)[0]
-
-    def least_us(self, setup: Setup, is_moe: bool) -> tuple[float, float]:
-        """The time for which the host is busy with a layer, forward and backward, where it cannot
-        run ahead; else 0."""
-        return self._launched(setup, is_moe)[1]
-
-    def _launched(self, setup: Setup, is_moe: bool) -> tuple[tuple[Compute, Compute], tuple[float, float]]:
-        """The answers of :meth:`launches` and :meth:`least_us`, counted once for all setups that have the
-        same."""
-        by_calls = self.software.kernels is not None and self.calls.routes(setup) is None
-        posts = self.calls.are_posted(setup)
-        size, tp, cp, etp = setup.gpus // setup.pp, setup.tp, setup.cp, setup.etp
-        if setup.zero <= 1:  # a call of more than one rank is launched as often, however many they are
-            size, tp, etp = min(size, 2), min(tp, 2), min(etp, 2)
-            cp = cp if self.software.context == "ring" else min(cp, 2)
-        degrees = (tp, cp, setup.ep, etp, setup.exchange)
-        ways = (setup.recompute, setup.precision, setup.attention, setup.zero)
-        key = (is_moe, by_calls, posts, *degrees, *ways, size)
-        if key not in self._known_launches:
-            software = replace(self.software, kernels=None) if by_calls else self.software
-            waits = is_moe and waits_for_counts(self.job, setup, software, posts=posts)
-            forward, backward = (
-                Compute(self.compute.launched_us(launches, waits=waits), "host")
-                for launches in layer_launches(self.job, setup, software, is_moe=is_moe, posts=posts)
-            )
-            calls = host_calls(self.job, setup, software, is_moe=is_moe) if waits else LayerLaunches(0, 0)
-            least = [self.compute.busy_us(number) for number in calls]
-            if waits and software.kernels is not None:
-                least[0] += software.kernels.prepare_us  # it waits until it knows how many rows come
-            self._known_launches[key] = (forward, backward), (least[0], least[1])
-        return self._known_launches[key]
-
-    def _beside_copies(self, name: str, setup: Setup, is_moe: bool, program: list[Item]) -> list[Item]:
-        """With the copies to the host, or from it, that are under way meanwhile: as many bytes as
-        the layer itself has there."""
-        nbytes = offloaded_layer_bytes(self.job, setup, self.cluster.gpu, software=self.software, is_moe=is_moe)
-        if not nbytes:
-            return program
-        copy = host_copy(name, nbytes, self.cluster.gpu)
-        return [Issue(copy), *program, Wait(copy)]
-
-    def merged(self, setup: Setup, is_moe: bool = True) -> list[Item]:
-        """One layer's forward pass of a micro-batch and its backward pass of another, merged: one
-        computes while the other's tokens travel.
-
-        Exchanges go one after another: gradients to the experts, tokens to them, gradients from
-        them, tokens from them. Products for weights are computed when the gradients of tokens are
-        on their way (``--delay-wgrad-compute``; DualPipe's split).
-        """
-        work = self.work(setup, is_moe)
-        there = self._places(setup, layer_forward(self.job, setup, self.software, moe=is_moe))
-        back, resent = self._told_apart(setup, layer_backward(self.job, setup, self.software, moe=is_moe))
-        remade, resent = _remade(setup, work, resent)
-        levels = self._chosen(setup)[0]
-        forth = self._expert_parts(work, there, levels, is_forward=True)
-        home = self._expert_parts(work, back, levels, is_forward=False, puts_off=True)
-        before, after = self._forward_around(setup, work, there)
-        before_back, after_back, later = self._backward_around(setup, work, back, resent, puts_off=True)
-        program = sequence(
-            self.launches(setup, is_moe),
-            remade,
-            before_back,
-            home.first,
-            _begun(home.out),
-            later,
-            before,
-            forth.first,
-            _begun(forth.out),
-            _ended(home.out),
-            home.computed,
-            _sent_home(home.home),
-            home.later,
-            _ended(forth.out),
-            forth.computed,
-            _sent_home(forth.home),
-            _come_home(home.home),
-            home.last,
-            after_back,
-            _come_home(forth.home),
-            forth.last,
-            after,
-        )
-        return self._beside_copies("offload and reload", setup, is_moe, program)
-
-    def timed(self, program: Sequence[Item]) -> Breakdown:
-        """The times of ``program``, with calls of different axes in each other's way."""
-        return run_alone(program) if _is_serial(program) else self.simulated(program)[0]
-
-    def simulated(self, program: Sequence[Item]) -> tuple[Breakdown, conflicts.Forecast]:
-        """The same by :func:`commlayer.scheduler.conflicts.simulate`, always."""
-        policy = self.pricer.policy.lanes if self.software.lanes else None
-        # For how much resources slow each other down; every call brings the curves of its group.
-        profiles = (item.call.profile for item in program if isinstance(item, Issue))
-        profile = next(filter(None, profiles), None) or self.cluster.profile_of((1,))
-        forecast = conflicts.simulate(list(numbered(program)), profile, policy)
-        return _broken_down(forecast, program), forecast
-
-    def _told_apart(self, setup: Setup, exchanges: Iterable[StepCollective]) -> tuple[Places, Places]:
-        """A backward pass's calls, and those that are sent again."""
-        found: tuple[list[StepCollective], list[StepCollective]] = [], []
-        for each in exchanges:
-            found[each.name.endswith(AGAIN)].append(each)
-        return self._places(setup, found[0]), self._places(setup, found[1])
-
-    def _places(self, setup: Setup, exchanges: Iterable[StepCollective]) -> Places:
-        return self._calls(setup, self.sent(setup, exchanges))
-
-    def _calls(self, setup: Setup, exchanges: Iterable[StepCollective]) -> Places:
-        found: Places = {}
-        for each in exchanges:
-            found.setdefault(each.place, []).append(self.calls.call(setup, each))
+    def places(self, exchanges: Iterable[StepCollective]) -> tuple[Places, Places]:
+        """A pass's calls, and those that are sent again."""
+        found: tuple[Places, Places] = {}, {}
+        for each in self.builder.sent(self.setup, exchanges, self.levels):
+            call = self.builder.calls.call(self.setup, each)
+            found[each.name.endswith(AGAIN)].setdefault(each.place, []).append(call)
         return found
 
-    def _forward(self, setup: Setup, work: LayerWork, at: Places) -> list[Item]:
-        is_beside = self._has_shared_beside(work, at)
-        experts = self._experts(setup, work, at, self._chosen(setup)[0], is_forward=True)
-        before, after = self._forward_around(setup, work, at, shared_is_beside=is_beside)
+    def forward(self, at: Places) -> list[Item]:
+        """The forward pass."""
+        experts = self.experts(at, is_forward=True)
+        before, after = self.forward_around(at, shared_is_beside=self.has_shared_beside(at))
         return sequence(before, experts, after)
 
-    def _forward_around(
-        self, setup: Setup, work: LayerWork, at: Places, *, shared_is_beside: bool = False
-    ) -> tuple[list[Item], list[Item]]:
+    def forward_around(self, at: Places, *, shared_is_beside: bool = False) -> tuple[list[Item], list[Item]]:
         """Return what comes before the tokens' way to the experts, and after their way back."""
-        _check_places(work, at)
-        first, last = self._beside(at.get("parameters", []))
+        first, last = _fetched(at.get("parameters", []), self.software)
         before: list[Item] = []
         after: list[Item] = []
-        for segment in work.order.around:
+        for segment in self.work.order.around:
             if segment == "shared" and shared_is_beside:
                 continue
             items = after if segment == "after_ffn" else before
+            us = self.work[segment].forward
             if segment == "core":
-                items += self._core(at.get("context", []), work[segment].forward)
+                items += _core(at.get("context", []), us, self.software)
             elif segment != "context":
-                items += [_computed(work, segment, work[segment].forward), *_sync(at.get(segment, []))]
+                items += [_computed(self.work, segment, us), *_sync(at.get(segment, []))]
         return sequence(first, before), sequence(after, last)
 
-    def _backward(self, setup: Setup, work: LayerWork, at: Places, again: Places) -> list[Item]:
-        is_beside = self._has_shared_beside(work, at)
-        experts = self._experts(setup, work, at, self._chosen(setup)[0], is_forward=False)
-        before, after, _ = self._backward_around(setup, work, at, again, shared_is_beside=is_beside)
-        return sequence(before, experts, after)
-
-    def _backward_around(
-        self,
-        setup: Setup,
-        work: LayerWork,
-        at: Places,
-        again: Places,
-        *,
-        puts_off: bool = False,
-        shared_is_beside: bool = False,
+    def backward_around(
+        self, at: Places, again: Places, *, puts_off: bool = False, shared_is_beside: bool = False
     ) -> tuple[list[Item], list[Item], list[Item]]:
         """Return what comes before the gradients' way to the experts, and after it, and what of
         that is put off.
 
-        ``puts_off``: attention's products for weights, but those beside which a sum is scattered.
+        ``again``: what is sent again. ``puts_off``: attention's products for weights, but those
+        beside which a sum is scattered.
         """
-        _check_places(work, at)
-        _check_places(work, again)
-        first, last = self._beside(again.get("parameters", []))
-        first_sum, last_sum = self._beside(at.get("gradients", []))
+        work = self.work
+        first, last = _fetched(again.get("parameters", []), self.software)
+        first_sum, last_sum = _fetched(at.get("gradients", []), self.software)
         if first_sum and not self.software.overlaps_gradients:
             first_sum, last_sum = [], _sync(at["gradients"])
         later = 0.0
@@ -358,13 +347,13 @@ class LayerBuilder:
             gathered, scattered = (each.get(gather, []) if gather else [] for each in (again, at))
             if segment == "after_ffn":
                 before_experts += _sync(at.get(segment, []))
-            elif segment == "shared":
-                if shared_is_beside:
-                    after_experts += [*_sync(gathered), *_sync(scattered)]
-                else:
-                    before_experts += _around_products(gathered, _computed(work, segment, times.backward), scattered)
+            elif segment == "shared" and shared_is_beside:
+                after_experts += [*_sync(gathered), *_sync(scattered)]
+            elif segment == "shared":  # gathered beside one half of the products, and sums scattered beside the other
+                half = _computed(work, segment, times.backward / 2)
+                before_experts += [*_beside_product(gathered, half), *_beside_product(scattered, half)]
             elif segment == "core":
-                after_experts += self._core(scattered, times.backward)
+                after_experts += _core(scattered, times.backward, self.software)
             elif segment in ("projections", "out"):
                 put_off = times.weight_gradient if puts_off and not scattered else 0.0
                 later += put_off
@@ -378,56 +367,32 @@ class LayerBuilder:
                 after_experts += [_computed(work, segment, times.backward), *_sync(at.get(segment, []))]
         return sequence(before_experts), sequence(after_experts, last, last_sum), sequence(Compute(later, "attention"))
 
-    def _beside(self, calls: list[PlannedCall]) -> tuple[list[Item], list[Item]]:
-        """Weights of the next layer while this one computes, as prefetching software does; else
-        now, and nothing beside."""
-        if self.software.overlaps_parameters:
-            return [Issue(call) for call in calls], [Wait(call) for call in calls]
-        return _sync(calls), []
-
-    def _core(self, context: list[PlannedCall], us: float) -> list[Item]:
-        core = Compute(us, "attention")
-        if self.software.context == "ring":
-            return [*map(Issue, context), core, *map(Wait, context)]
-        return [*_sync(context), core]
-
-    def _experts(
-        self, setup: Setup, work: LayerWork, at: Places, levels: DispatchLevels | None, *, is_forward: bool
-    ) -> list[Item]:
-        """Dispatch, experts and combine; backward the other way round."""
-        beside = self._shared_beside(work, is_forward) if self._has_shared_beside(work, at) else ([], [])
-        parts = self._expert_parts(work, at, levels, is_forward=is_forward, puts_off=self.software.puts_off_weights)
-        if levels is None and self._hides(setup, parts.out, parts.home):
-            chunks = self._chunked(parts.out[0], parts.home[0], parts.computed, parts.later, is_forward)
-            return [*parts.first, *chunks, *parts.last]
-        return [
-            *parts.first,
-            *(_out_beside(parts.out, beside[0]) if beside[0] else _sync(parts.out)),
-            *parts.computed,
-            *_home_beside(parts.home, [*beside[1], parts.later]),
-            *parts.last,
-        ]
-
-    def _has_shared_beside(self, work: LayerWork, at: Places) -> bool:
+    def has_shared_beside(self, at: Places) -> bool:
         """Whether shared experts compute beside the exchange of tokens; not where there is none, or
         in a dense layer."""
         is_asked = self.software.overlaps_shared and not self.software.hides_dispatch
-        return is_asked and bool(work["experts"].forward and at.get("dispatch") and at.get("combine"))
+        return is_asked and bool(self.work["experts"].forward and at.get("dispatch") and at.get("combine"))
 
-    def _shared_beside(self, work: LayerWork, is_forward: bool) -> tuple[list[Item], list[Item]]:
-        """Shared experts' first products, of two (three with a gate), beside the way to the routed
-        experts and the last one beside the way home; backward the last one first."""
-        whole = work["shared"].forward if is_forward else work["shared"].backward
-        matrices = self.job.model.matrices
-        last = Compute(whole / matrices, "dense")
-        first = Compute(whole - whole / matrices, "dense")
-        return ([first], [last]) if is_forward else ([last], [first])
+    def experts(self, at: Places, *, is_forward: bool) -> list[Item]:
+        """Dispatch, experts and combine; backward the other way round."""
+        parts = self.expert_parts(at, is_forward=is_forward, puts_off=self.software.puts_off_weights)
+        is_alone = len(parts.out) == 1 and len(parts.home) == 1  # others would need a plan of their own
+        if self.levels is None and is_alone and _may_chunk(self.software, self.setup):
+            return [*parts.first, *self.chunked(parts, is_forward), *parts.last]
+        out, beside_home = _sync(parts.out), [parts.later]
+        if self.has_shared_beside(at):
+            # Shared experts' first products, of two (three with a gate), beside the way to the routed experts and the last one
+            # beside the way home; backward the last one first.
+            whole = self.work["shared"].forward if is_forward else self.work["shared"].backward
+            last = whole / self.builder.job.model.matrices
+            beside = [Compute(whole - last, "dense"), Compute(last, "dense")][:: 1 if is_forward else -1]
+            begun, ended = _halves_out(parts.out)
+            out, beside_home = [*begun, beside[0], *ended], [beside[1], parts.later]
+        return [*parts.first, *out, *parts.computed, *_home_beside(parts.home, beside_home), *parts.last]
 
-    def _expert_parts(
-        self, work: LayerWork, at: Places, levels: DispatchLevels | None, *, is_forward: bool, puts_off: bool = False
-    ) -> _ExpertParts:
-        """Take what concerns the experts out of ``at``, in order. ``puts_off``: backward, their
-        products for weights."""
+    def expert_parts(self, at: Places, *, is_forward: bool, puts_off: bool = False) -> _ExpertParts:
+        """The experts' part of a pass. ``puts_off``: backward, their products for weights."""
+        work = self.work
         out = [*at.get("dispatch", []), *at.get("gather_experts", [])]
         home = [*at.get("scatter_experts", []), *at.get("combine", [])]
         put_off = 0.0
@@ -441,70 +406,70 @@ class LayerBuilder:
             computed = [Compute(work["experts"].backward - put_off, "experts"), _moved(moved_us)]
             first, last = _moved(work["unpermute"].backward), _moved(work["permute"].backward)
             out, home = home[::-1], out[::-1]
-        beyond = [self._of_levels(levels, [*out, *home])] if levels is not None and out and home else []
+        beyond = []
+        if self.levels is not None and out and home:
+            # what two levels move in memory beyond a flat dispatch, and the maps of all ranks' tokens, which the dispatcher takes
+            # for a part of the exchanges' time
+            moved = self.builder.compute.memory_us(self.levels.moved_elements * self.software.activation_bytes)
+            beyond = [_moved(moved + row_maps_us(sum(call.us for call in [*out, *home])))]
         return _ExpertParts([first], out, computed, Compute(put_off, "experts"), home, [*beyond, last])
 
-    def _of_levels(self, levels: DispatchLevels, calls: Sequence[PlannedCall]) -> Compute:
-        """Count what two levels move in memory beyond a flat dispatch, and the maps of all ranks'
-        tokens, which the dispatcher takes for a part of the exchanges' time."""
-        moved = self.compute.memory_us(levels.moved_elements * self.software.activation_bytes)
-        return _moved(moved + row_maps_us(sum(call.us for call in calls)))
-
-    def _hides(self, setup: Setup, out: list[PlannedCall], home: list[PlannedCall]) -> bool:
-        """Whole experts, and one exchange each way: others would need a plan of their own."""
-        return self._may_chunk(setup) and len(out) == 1 and len(home) == 1
-
-    def _may_chunk(self, setup: Setup) -> bool:
-        return self.software.hides_dispatch and setup.exchange == "all_to_all" and setup.etp == 1
-
-    def _chunked(
-        self, out: PlannedCall, home: PlannedCall, computed: list[Compute], later: Compute, is_forward: bool
-    ) -> list[Item]:
+    def chunked(self, parts: _ExpertParts, is_forward: bool) -> list[Item]:
         """The experts' work in chunks, beside their way to the experts and back, where that is
-        worth it; ``later``: what is computed behind it."""
-        whole = sum(work.us for work in (*computed, later))
-        slices = self._slices(out.plan.traffic, whole / (1 if is_forward else 2))
+        worth it."""
+        pricer, computed, later = self.builder.pricer, parts.computed, parts.later
+        traffic = parts.out[0].plan.traffic
+        work_us = sum(work.us for work in (*computed, later)) / (1 if is_forward else 2)
+        key = (traffic, work_us)
+        if key not in self.builder.slices:
+            self.builder.slices[key], _ = choose_slices(
+                traffic,
+                lambda part: pricer.us(traffic.collective, round(part), traffic.nodes, traffic.lane),
+                lambda part: work_us * part / traffic.logical_bytes,
+                puts_off=self.software.puts_off_weights,
+            )
+        slices = self.builder.slices[key]
         if len(slices) == 1:
-            return [*_sync([out]), *computed, *_home_beside([home], [later])]
+            return [*_sync(parts.out), *computed, *_home_beside(parts.home, [later])]
         shares = [part / sum(slices) for part in (slices if is_forward else slices[::-1])]
-        outs, homes = [self._share(out, share) for share in shares], [self._share(home, share) for share in shares]
+        outs: list[PlannedCall] = []
+        homes: list[PlannedCall] = []
+        for whole, chunks in ((parts.out[0], outs), (parts.home[0], homes)):
+            sent = whole.plan.traffic
+            for share in shares:
+                size = round(sent.logical_bytes * share)
+                decision = pricer.decide(sent.collective, size, sent.nodes, sent.lane)
+                chunks.append(replace(whole, plan=decision.plan, us=decision.predicted_us))
         items: list[Item] = []
         for kind, chunk in posted(len(shares), len(shares)):
             if kind == "dispatch":
                 items.append(Issue(outs[chunk]))
             elif kind == "experts":
                 works = [*computed, later] if chunk < len(shares) - LATER_CHUNKS else computed
-                items += [
-                    Wait(outs[chunk]),
-                    *(replace(work, us=work.us * shares[chunk]) for work in works if work.us),
-                ]
+                items.append(Wait(outs[chunk]))
+                items += [replace(work, us=work.us * shares[chunk]) for work in works if work.us]
             else:
                 items.append(Issue(homes[chunk]))
         left = Compute(later.us * sum(shares[-LATER_CHUNKS:]), later.name)
         return [*items, *([left] if left.us else []), *map(Wait, homes)]
 
-    def _slices(self, traffic: Traffic, work_us: float) -> tuple[int, ...]:
-        """In which chunks rows go to experts that work on all of them for ``work_us`` (of each
-        product, backward)."""
 
-        def exchange_us(part: float) -> float:
-            return self.pricer.us(traffic.collective, round(part), traffic.nodes, traffic.lane)
+def _may_chunk(software: Software, setup: Setup) -> bool:
+    """Whether tokens may go in chunks: of whole experts, and one exchange each way."""
+    return software.hides_dispatch and setup.exchange == "all_to_all" and setup.etp == 1
 
-        key = (traffic, work_us)
-        if key not in self._known_slices:
-            self._known_slices[key], _ = choose_slices(
-                traffic,
-                exchange_us,
-                lambda part: work_us * part / traffic.logical_bytes,
-                puts_off=self.software.puts_off_weights,
-            )
-        return self._known_slices[key]
 
-    def _share(self, call: PlannedCall, share: float) -> PlannedCall:
-        traffic = call.plan.traffic
-        size = round(traffic.logical_bytes * share)
-        decision = self.pricer.decide(traffic.collective, size, traffic.nodes, traffic.lane)
-        return replace(call, plan=decision.plan, us=decision.predicted_us)
+def _fetched(calls: list[PlannedCall], software: Software) -> tuple[list[Item], list[Item]]:
+    """Weights of the next layer while this one computes, as prefetching software does; else now,
+    and nothing beside."""
+    if software.overlaps_parameters:
+        return [Issue(call) for call in calls], [Wait(call) for call in calls]
+    return _sync(calls), []
+
+
+def _core(context: list[PlannedCall], us: float, software: Software) -> list[Item]:
+    core = Compute(us, "attention")
+    return _beside_product(context, core) if software.context == "ring" else [*_sync(context), core]
 
 
 def sequence(*items: Item | Iterable[Item]) -> list[Item]:
@@ -523,31 +488,17 @@ def _of_one_group(calls: Sequence[PlannedCall]) -> int:
     return next((index for index, call in enumerate(calls) if call.group != calls[0].group), len(calls))
 
 
-def _begun(out: Sequence[PlannedCall]) -> list[Item]:
-    """The calls to the experts that begin at once."""
-    return [Issue(call) for call in out[: _of_one_group(out)]]
+def _halves_out(calls: Sequence[PlannedCall]) -> tuple[list[Item], list[Item]]:
+    """The calls to the experts that begin at once; and their end, and then the others."""
+    number = _of_one_group(calls)
+    return list(map(Issue, calls[:number])), [*map(Wait, calls[:number]), *_sync(calls[number:])]
 
 
-def _ended(out: Sequence[PlannedCall]) -> list[Item]:
-    """The end of what was begun, and then the others."""
-    number = _of_one_group(out)
-    return [*map(Wait, out[:number]), *_sync(out[number:])]
-
-
-def _sent_home(home: Sequence[PlannedCall]) -> list[Item]:
-    """The calls from the experts: the last ones begin when those of other groups before them have
-    ended."""
-    number = len(home) - _of_one_group(home[::-1])
-    return [*_sync(home[:number]), *map(Issue, home[number:])]
-
-
-def _come_home(home: Sequence[PlannedCall]) -> list[Item]:
-    return [Wait(call) for call in home[len(home) - _of_one_group(home[::-1]) :]]
-
-
-def _out_beside(out: Sequence[PlannedCall], work: Sequence[Item]) -> list[Item]:
-    """The calls to the experts, and what is computed while the first ones are under way."""
-    return [*_begun(out), *work, *_ended(out)]
+def _halves_home(calls: Sequence[PlannedCall]) -> tuple[list[Item], list[Item]]:
+    """The calls from the experts, of which the last ones begin when those of other groups before
+    them have ended; and the end of these last ones."""
+    number = len(calls) - _of_one_group(calls[::-1])
+    return [*_sync(calls[:number]), *map(Issue, calls[number:])], list(map(Wait, calls[number:]))
 
 
 def _home_beside(home: list[PlannedCall], later: Sequence[Item]) -> list[Item]:
@@ -558,13 +509,6 @@ def _home_beside(home: list[PlannedCall], later: Sequence[Item]) -> list[Item]:
 
 def _beside_product(calls: list[PlannedCall], work: Compute) -> list[Item]:
     return [*map(Issue, calls), work, *map(Wait, calls)]
-
-
-def _around_products(gathered: list[PlannedCall], work: Compute, scattered: list[PlannedCall]) -> list[Item]:
-    """A sequence gathered again beside one half of the products, and sums scattered beside the
-    other."""
-    half = Compute(work.us / 2, work.name)
-    return [*_beside_product(gathered, half), *_beside_product(scattered, half)]
 
 
 def _moved(us: float) -> Compute:
@@ -600,33 +544,3 @@ def _remade(setup: Setup, work: LayerWork, resent: Places) -> tuple[list[Item], 
         sent += calls[:number]
         left[place] = calls[number:]
     return [Compute(work.remade(setup.recompute), "recompute"), *_sync(sent)], left
-
-
-def _renamed(program: Iterable[Item]) -> list[Item]:
-    return [replace(item, name="recompute") if isinstance(item, Compute) else item for item in program]
-
-
-def _check_places(work: LayerWork, at: Places) -> None:
-    unknown = at.keys() - {*work.order.names, "parameters", "gradients"}
-    if unknown:
-        raise InternalError(f"calls at {', '.join(sorted(unknown))} have no place in a layer's program")
-
-
-def _is_serial(program: Sequence[Item]) -> bool:
-    """Whether nothing is under way while something else is."""
-    for this, following in zip(program, [*program[1:], None], strict=True):
-        if isinstance(this, Issue) and not (isinstance(following, Wait) and following.call is this.call):
-            return False
-    return True
-
-
-def _broken_down(forecast: conflicts.Forecast, program: Sequence[Item]) -> Breakdown:
-    """A forecast's times by part, lane and link. What computation took, it took as it was
-    stretched."""
-    found = Breakdown(total_us=forecast.total_us)
-    for name, start, end in forecast.computed:
-        found.parts[name] = found.parts.get(name, 0.0) + end - start
-    calls = [item.call for item in program if isinstance(item, Wait)]
-    for call, (_, start, end) in zip(calls, forecast.waited, strict=True):
-        found.wait(call, end - start)
-    return found

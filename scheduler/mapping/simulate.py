@@ -34,7 +34,7 @@ from commlayer.scheduler.mapping.compute import DEFAULT_FACTOR, GpuCompute, effi
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layer_work import AnyCompute, LayerWork, head_work
-from commlayer.scheduler.mapping.layers import LayerBuilder
+from commlayer.scheduler.mapping.layers import LayerBuilder, dispatch_note
 from commlayer.scheduler.mapping.layout_balance import LaidOut
 from commlayer.scheduler.mapping.model import ModelShape, mechanisms
 from commlayer.scheduler.mapping.offloading import KEPT, canonical_offload, offloaded_modules, unfit_offload
@@ -209,7 +209,7 @@ class Estimator:
 
     def _notes(self, setup: Setup, stages: tuple[Stage, ...], mfu: float) -> Iterator[str]:
         """The notes on one setup: on its dispatch, on offloading, and a doubt where its MFU cannot be."""
-        note = self._parts.builder(setup).dispatch_note(setup)
+        note = dispatch_note(self._parts.builder(setup), setup)
         if note and any(stage.sparse for stage in stages):
             yield note
         if setup.offload != KEPT:
@@ -243,7 +243,8 @@ class Estimator:
         builder = self._parts.builder(setup)
         forward, backward = self._parts.programs(setup, any(stage.sparse for stage in stages))
         counted: dict[StepCollective, int] = {}  # equal ones together, in order of first use
-        for exchange in builder.sent(setup, whole_step(builder.job, setup, builder.software, stage=stages[-1].number)):
+        exchanges = whole_step(builder.job, setup, builder.software, stage=stages[-1].number)
+        for exchange in builder.sent(setup, exchanges, builder.levels(setup)[0]):
             one = replace(exchange, count=1)
             counted[one] = counted.get(one, 0) + exchange.count
         kind = kind_of(self.job, setup, self.cluster, self.software, found.step_us * (1 - found.bubble))

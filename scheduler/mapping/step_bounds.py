@@ -40,7 +40,7 @@ class LayerBounds:
         builder = self._parts.builder(setup)
         any_exchange = not level and not setup.is_merged  # another one has other calls
         exchanges = get_args(ExchangeKind) if any_exchange else (setup.exchange,)
-        busy_us = min(sum(builder.least_us(replace(setup, exchange=each), is_moe)) for each in exchanges)
+        busy_us = min(sum(builder.host(replace(setup, exchange=each), is_moe).busy_us) for each in exchanges)
         return max(busy_us, self._passes_us(setup, is_moe, level))
 
     def _passes_us(self, setup: Setup, is_moe: bool, level: int) -> float:
@@ -94,7 +94,7 @@ class LayerBounds:
         degrees = (setup.tp, setup.cp, setup.micro_batch, *((setup.ep, setup.etp) if is_moe else ()))
         key = ("computed", is_moe, *degrees, setup.recompute, setup.precision, setup.attention)
 
-        forward, backward = self._parts.builder(setup).launches(setup, is_moe)
+        forward, backward = self._parts.builder(setup).host(setup, is_moe).launches
         computed = self._parts.once(key, lambda: self._parts.work(setup, is_moe).step_us(setup.recompute))
         return computed + forward.us + backward.us
 

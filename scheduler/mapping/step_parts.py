@@ -50,7 +50,7 @@ class StepParts:
         def times() -> Breakdown:
             builder, program = self.builder(setup), self.merged_program(setup, is_moe)
             both = run_alone(program) if is_bound else builder.timed(program)
-            return _held_up(both, sum(builder.least_us(setup, is_moe)))
+            return _held_up(both, sum(builder.host(setup, is_moe).busy_us))
 
         return self.once(("merged times", is_bound, *self.layer_key(setup, is_moe)), times)
 
@@ -68,7 +68,7 @@ class StepParts:
         def times() -> tuple[Breakdown, Breakdown]:
             builder = self.builder(setup)
             time = run_alone if is_bound else builder.timed
-            passes = zip(self.programs(setup, is_moe), builder.least_us(setup, is_moe), strict=True)
+            passes = zip(self.programs(setup, is_moe), builder.host(setup, is_moe).busy_us, strict=True)
             forward, backward = (_held_up(time(program), least_us) for program, least_us in passes)
             return forward, backward
 

@@ -19,7 +19,7 @@ from commlayer.profiles.errors import CommlayerError
 from commlayer.scheduler import COMMLAYER, MEGATRON, PLANNED, Estimator, Job
 from commlayer.scheduler.mapping import catalog, clusters, flops, memory, parameters
 from commlayer.scheduler.mapping.job import Setup
-from commlayer.scheduler.mapping.layers import LayerBuilder
+from commlayer.scheduler.mapping.layers import LayerBuilder, dispatch_note
 from commlayer.scheduler.mapping.model import LatentAttention, ModelShape
 from commlayer.scheduler.mapping.offloading import OFFLOADABLE, canonical_offload
 from commlayer.scheduler.mapping.precisions import recipe_of
@@ -173,7 +173,7 @@ def _facts(estimator: Estimator, setup: Setup) -> Facts:
         "mean": list(parameters.mean_elements(model, setup, software)),
         "of the step": _sent(step_exchanges(job, setup, software, stage=setup.pp - 1)),
         "waits, exchanges": [builder.calls.least_waits_us(setup), builder.calls.least_exchange_us(setup)],
-        "note": builder.dispatch_note(setup),
+        "note": dispatch_note(builder, setup),
     }
     for is_moe in (True, False):
         if model.moe_layers if is_moe else model.dense_layers:

@@ -21,7 +21,7 @@ from commlayer.scheduler.mapping.compute import GpuCompute
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layer_work import layer_work
-from commlayer.scheduler.mapping.layers import LayerBuilder
+from commlayer.scheduler.mapping.layers import LayerBuilder, dispatch_note
 from commlayer.scheduler.mapping.model import AttentionWindow, LinearAttention
 from commlayer.scheduler.mapping.pipeline_layout import Pipeline
 from commlayer.scheduler.mapping.pipeline_schedule import SCHEDULES, PipelineSchedule
@@ -70,8 +70,8 @@ def test_what_is_remembered_of_one_mapping_is_so_of_those_that_share_it() -> Non
         shared = LayerBuilder(*inputs)
         for setup in list(all_setups(job, EOS, space))[::1499]:
             alone = LayerBuilder(*inputs)
-            assert shared.launches(setup, True) == alone.launches(setup, True), setup
-            assert shared.dispatch_note(setup) == alone.dispatch_note(setup), setup
+            assert shared.host(setup, True) == alone.host(setup, True), setup
+            assert dispatch_note(shared, setup) == dispatch_note(alone, setup), setup
 
 
 @st.composite
