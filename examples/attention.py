@@ -26,7 +26,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from commlayer.collectives import GroupCommunicator
-from commlayer.integrations.remat import recomputable, recomputable_from, start_before
+from commlayer.integrations.remat import recomputable, recomputable_from
 from commlayer.integrations.shares import even_rows
 from commlayer.integrations.wire_choice import WireChoice
 from commlayer.profiles.errors import UsageError
@@ -199,7 +199,8 @@ class ParallelAttention(nn.Module):
         source = attended.detach()
         promise = recomputable(joined, lambda: self._exchange.to_rows(source, rows), inputs=(source,))
         y = self.out(joined)
-        start_before(y, promise)
+        if promise is not None and y.requires_grad:  # all ranks exchange again, and as often
+            y.register_hook(lambda _: promise.start())
         return y
 
     def _tensor(self, x: torch.Tensor, seq_len: int, rows: Sequence[int], valid: torch.Tensor | None) -> torch.Tensor:
@@ -217,7 +218,8 @@ class ParallelAttention(nn.Module):
         early = self._start(self._rotated(k, seq_len), v, seq_len)
         q = self._rotated(self._heads(F.linear(x, self.q.weight)), seq_len)
         attended = self._attend(q, early, seq_len, valid)
-        start_before(attended, promise)
+        if promise is not None and attended.requires_grad:  # all ranks gather again, and as often
+            attended.register_hook(lambda _: promise.start())
         y: torch.Tensor = self.out(attended.flatten(2))
         return y
 

@@ -12,7 +12,8 @@ from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.layer import MoELayer
 from commlayer.integrations.moe.routing import who
-from commlayer.integrations.parameter_owners import OwnedParameter, owned_parameters
+from commlayer.integrations.parameter_marks import ParameterMarks
+from commlayer.integrations.parameter_owners import owned_parameters
 from commlayer.integrations.spread_parameters import first_row, local_part, refuse_fsdp1, reshard, shard_groups, summed
 from commlayer.profiles.errors import UsageError
 
@@ -66,7 +67,7 @@ _SPLIT, _WHOLE, _OF_EXPERTS, _FIRST_NUMBERED = range(4)
 """Places in the squares of a rank: of what tp splits, of what it does not, of experts without numbers; then of each number."""
 
 
-def _squares(module: nn.Module, trained: list[OwnedParameter], mesh: FoldedMesh | None) -> torch.Tensor:
+def _squares(module: nn.Module, trained: list[ParameterMarks], mesh: FoldedMesh | None) -> torch.Tensor:
     """Add up the squares of this rank's gradients, each in its place; of a DTensor those of all its shards. float64."""
     first, layers = _FIRST_NUMBERED, [part for part in module.modules() if isinstance(part, MoELayer)]
     numbered: dict[int, tuple[MoELayer, int]] = {}

@@ -53,7 +53,19 @@ def plan_ddp(
         raise UsageError(
             f"plan_ddp: expected a model wrapped in DistributedDataParallel, got {type(model).__name__}: wrap it first"
         )
-    _require_equal_experts(model)
+    for name, part in model.module.named_modules():
+        if not isinstance(part, MoELayer) or part.dispatcher.grid.all.size == 1:
+            continue
+        prefix = f"{name}.experts." if name else "experts."
+        experts = [prefix + each for each, parameter in part.experts.named_parameters() if parameter.requires_grad]
+        if (
+            set(experts) - model.parameters_to_ignore
+        ):  # nothing else would say that they are averaged with other experts
+            raise UsageError(
+                f"plan_ddp: rank {dist.get_rank()}: DistributedDataParallel was given {experts[0]}, which is other experts' on "
+                "other ranks: it has overwritten them by rank 0's, and would average their gradients. Make the model anew, leave "
+                "its experts out of DistributedDataParallel, and call synchronise_gradients() for them (docs/moe.md)"
+            )
     own = model.process_group
     if group is None:
         group = planned_gradient_group(own)
@@ -62,22 +74,6 @@ def plan_ddp(
     require_same_wire(group, "DistributedDataParallel's gradients", compressed)
     model.register_comm_hook(group if compressed is None else compressed, all_reduce_hook)
     return group
-
-
-def _require_equal_experts(model: DistributedDataParallel) -> None:
-    """Raise UsageError where the model's router is averaged together with experts that lie over ranks: their gradients would be
-    averaged with those of other experts, and nothing would say so."""
-    for name, part in model.module.named_modules():
-        if not isinstance(part, MoELayer) or part.dispatcher.grid.ep.size * part.dispatcher.grid.etp.size == 1:
-            continue
-        prefix = f"{name}.experts." if name else "experts."
-        own = [prefix + each for each, parameter in part.experts.named_parameters() if parameter.requires_grad]
-        if set(own) - model.parameters_to_ignore:
-            raise UsageError(
-                f"plan_ddp: rank {dist.get_rank()}: DistributedDataParallel was given {own[0]}, which is other experts' on other "
-                "ranks: it has overwritten them by rank 0's, and would average their gradients. Make the model anew, leave its "
-                "experts out of DistributedDataParallel, and call synchronise_gradients() for them (docs/moe.md)"
-            )
 
 
 def all_reduce_hook(

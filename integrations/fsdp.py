@@ -199,44 +199,31 @@ def plan_fsdp(
         group = planned_gradient_group()
     all_gather, reduce_scatter = PlannedAllGather(group, parameter_wire), PlannedReduceScatter(group, wire)
     require_same_wire(group, "FSDP2's parameters and gradients", all_gather.compressed, reduce_scatter.compressed)
-    own = [module for module in modules if not _has_several_meshes(module)]
-    for module in own:
-        module.set_custom_all_gather(all_gather)
-        module.set_custom_reduce_scatter(reduce_scatter)
-    others = [module for module in modules if _has_several_meshes(module)]
-    if others:
-        _say_unplanned(others, len(modules), is_encoded=bool(all_gather.compressed or reduce_scatter.compressed))
-    return group
-
-
-def _has_several_meshes(module: FSDPModule) -> bool:
-    """Tell whether torch refuses a module's custom communication: the object would not know of which mesh a call is."""
-    return len(_parameter_groups(module)) > 1
-
-
-def _parameter_groups(module: FSDPModule) -> Sequence[Any]:
-    """FSDP2's groups of a module's parameters, one for each mesh; in a torch that knows one mesh only, none."""
-    groups: Sequence[Any] = getattr(module._get_fsdp_state(), "_fsdp_param_groups", ())
-    return groups
-
-
-def _say_unplanned(modules: Sequence[FSDPModule], total: int, *, is_encoded: bool) -> None:
-    """Say on rank 0 how modules communicate that plan_fsdp leaves as they are."""
-    if dist.get_rank() != 0:
-        return
-    parameters = [each for module in modules for each in _parameter_groups(module)]
-    meshes = [each.mesh_info for each in parameters]
-    groups = [getattr(mesh, "shard_process_group", None) or mesh.replicate_process_group for mesh in meshes]
-    backends = sorted({dist.get_backend(group) for group in groups})
-    names = " and ".join(backends)
-    if names == "commlayer":
-        how = "which the backend commlayer plans" + (", in no wire format" if is_encoded else "")
-    else:
-        how = (
-            f'of backend {names}, which are not planned: start the job with init_process_group("commlayer"), or '
-            "COMMLAYER_AS, to have them planned"
+    unplanned: list[Sequence[Any]] = []
+    for module in modules:
+        # One for each mesh; none in a torch that knows one mesh only. Of several it takes no object, which would not know of
+        # which mesh a call is.
+        parameter_groups: Sequence[Any] = getattr(module._get_fsdp_state(), "_fsdp_param_groups", ())
+        if len(parameter_groups) > 1:
+            unplanned.append(parameter_groups)
+        else:
+            module.set_custom_all_gather(all_gather)
+            module.set_custom_reduce_scatter(reduce_scatter)
+    if unplanned and dist.get_rank() == 0:
+        meshes = [each.mesh_info for parameter_groups in unplanned for each in parameter_groups]
+        own = [getattr(mesh, "shard_process_group", None) or mesh.replicate_process_group for mesh in meshes]
+        names = " and ".join(sorted({dist.get_backend(each) for each in own}))
+        if names == "commlayer":
+            is_encoded = all_gather.compressed or reduce_scatter.compressed
+            how = "which the backend commlayer plans" + (", in no wire format" if is_encoded else "")
+        else:
+            how = (
+                f'of backend {names}, which are not planned: start the job with init_process_group("commlayer"), or '
+                "COMMLAYER_AS, to have them planned"
+            )
+        say(
+            f"plan_fsdp leaves {len(unplanned)} of {len(modules)} FSDP modules as they are: their parameters are on several "
+            "meshes (experts on one of their own), and torch takes no custom communication there. They go by their meshes' "
+            f"groups, {how}"
         )
-    say(
-        f"plan_fsdp leaves {len(modules)} of {total} FSDP modules as they are: their parameters are on several meshes "
-        f"(experts on one of their own), and torch takes no custom communication there. They go by their meshes' groups, {how}"
-    )
+    return group

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -67,19 +68,8 @@ def tell_megatron_neighbours(groups: object | None = None) -> dict[str, int]:
         raise GroupError(
             'tell_megatron_neighbours() needs init_process_group("commlayer"): nobody else knows which ranks share a node'
         )
-    own = _planned_groups(_groups_of_megatron() if groups is None else groups)
-    everyones = _groups_of_all_ranks(own)
-    siblings: dict[str, int] = {}
-    # In the order of _GETTERS on every rank: of two groups nobody waits in another order.
-    for axis, group in own.items():
-        use_neighbours(group, everyones[axis])
-        siblings[axis] = group.siblings
-    return siblings
-
-
-def _planned_groups(groups: object) -> dict[str, Any]:
-    """The groups of this rank that have several ranks and are planned, by axis."""
-    by_axis: dict[str, Any] = {}
+    groups = _groups_of_megatron() if groups is None else groups
+    own: dict[str, Any] = {}
     for axis in _GETTERS:
         group = groups.get(axis) if isinstance(groups, Mapping) else getattr(groups, axis, None)
         if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:
@@ -87,8 +77,14 @@ def _planned_groups(groups: object) -> dict[str, Any]:
         if not isinstance(group, dist.ProcessGroup):
             raise UsageError(f"rank {dist.get_rank()}: expected a process group as {axis} of {groups!r}, got {group!r}")
         if group.size() > 1 and is_planned(group):
-            by_axis[axis] = group
-    return by_axis
+            own[axis] = group
+    everyones = _groups_of_all_ranks(own)
+    siblings: dict[str, int] = {}
+    # In the order of _GETTERS on every rank: of two groups nobody waits in another order.
+    for axis, group in own.items():
+        use_neighbours(group, everyones[axis])
+        siblings[axis] = group.siblings
+    return siblings
 
 
 def _groups_of_all_ranks(own: Mapping[str, Any]) -> dict[str, list[tuple[int, ...]]]:
@@ -138,19 +134,14 @@ def _groups_of_megatron() -> dict[str, Any]:
             f"rank {dist.get_rank()}: megatron.core.parallel_state cannot be imported ({error}): install megatron-core, or pass "
             "the groups, such as a ProcessGroupCollection"
         ) from error
-    by_axis = {axis: _made_group(state, name, options) for axis, (name, options) in _GETTERS.items()}
+    by_axis = {}
+    for axis, (name, options) in _GETTERS.items():
+        if hasattr(state, name):  # else this version does not know it
+            with suppress(AssertionError):  # "… group is not initialized"
+                by_axis[axis] = getattr(state, name)(**options)
     if not any(by_axis.values()):
         raise UsageError(
             f"rank {dist.get_rank()}: Megatron-Core has made no groups: call initialize_model_parallel() before "
             "tell_megatron_neighbours(), or pass the groups"
         )
     return by_axis
-
-
-def _made_group(state: ModuleType, name: str, options: Mapping[str, bool]) -> Any:
-    """A group that this version of Megatron-Core has made; None for one that it has not, or does not know."""
-    getter = getattr(state, name, None)
-    try:
-        return None if getter is None else getter(**options)
-    except AssertionError:  # "… group is not initialized"
-        return None

@@ -129,8 +129,14 @@ class MegatronDispatcher:
         Returns the tokens [T, H] and their weights [T, K].
         """
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        top_k = int(self.config.moe_router_topk)
+        if self.config.moe_expert_capacity_factor is not None and self.config.moe_pad_expert_input_to_capacity:
+            # An expert is filled up with tokens that did not choose it: a token may be in any
+            # number of them. All ranks take the most.
+            own = routing_map.sum(1).max().view(1).cpu() if routing_map.numel() else torch.zeros(1)
+            top_k = int(self.folded.grid.all.all_gather(own.long()).max())
         try:
-            indices, weights = _choices(routing_map, probs, self._most_choices(routing_map))
+            indices, weights = _choices(routing_map, probs, top_k)
         except TensorError as error:
             self.folded.refuse(error)
         self._handle = self.folded.prepare(indices, like=tokens, weights=weights, experts=self._experts)
@@ -203,15 +209,6 @@ class MegatronDispatcher:
         """Return no buffers: experts write their outputs where they like. Later versions of
         Megatron-Core ask."""
         return None, None
-
-    def _most_choices(self, routing_map: torch.Tensor) -> int:
-        """The number of choices of a token, at most, on all ranks alike."""
-        if self.config.moe_expert_capacity_factor is None or not self.config.moe_pad_expert_input_to_capacity:
-            return int(self.config.moe_router_topk)
-        # An expert is filled up with tokens that did not choose it: a token may be in any number of
-        # them.
-        own = routing_map.sum(1).max().view(1).cpu() if routing_map.numel() else torch.zeros(1)
-        return int(self.folded.grid.all.all_gather(own.long()).max())
 
     def _under_way(self) -> DispatchHandle:
         if self._handle is None:

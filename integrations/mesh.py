@@ -88,7 +88,15 @@ class FoldedMesh:
             if axis not in AXES:
                 raise GroupError(f"separate: expected axes of {', '.join(AXES)}, got {axis!r}")
         _check_backend(backend)
-        _check_agreed(f"{self.mapping!r}, backend={backend}, timeout={timeout}, separate={sorted(separate)}")
+        own = _Arguments(f"{self.mapping!r}, backend={backend}, timeout={timeout}, separate={sorted(separate)}")
+        timeout_s = Settings.from_environment().timeout_s
+        everyones = gather_messages(own, _Arguments, Peers.of(None), timeout_s, "to make a FoldedMesh")
+        for rank, other in enumerate(everyones):
+            if other != everyones[0]:  # they would make groups that never meet
+                raise DisagreementError(
+                    f"ranks disagree on the FoldedMesh: rank 0 asks for {everyones[0].text}, rank {rank} for {other.text}: pass "
+                    "the same arguments on all ranks"
+                )
         self._world: dist.ProcessGroup | None = dist.group.WORLD
         self._rank = dist.get_rank()
         self._groups: dict[str, dist.ProcessGroup] = {}
@@ -256,15 +264,3 @@ def _check_backend(backend: str | None) -> None:
         if not dist.is_backend_available(part.split(":")[-1]):
             known = ", ".join(name for name in dist.Backend.backend_list if dist.is_backend_available(name))
             raise GroupError(f"backend: expected one that torch knows ({known}), got {backend!r}")
-
-
-def _check_agreed(own: str) -> None:
-    """Raise DisagreementError unless all ranks ask for the same mesh: they would make groups that never meet."""
-    timeout_s = Settings.from_environment().timeout_s
-    everyones = gather_messages(_Arguments(own), _Arguments, Peers.of(None), timeout_s, "to make a FoldedMesh")
-    for rank, other in enumerate(everyones):
-        if other != everyones[0]:
-            raise DisagreementError(
-                f"ranks disagree on the FoldedMesh: rank 0 asks for {everyones[0].text}, rank {rank} for {other.text}: pass "
-                "the same arguments on all ranks"
-            )

@@ -52,7 +52,9 @@ def use_neighbours(group: dist.ProcessGroup, groups: Sequence[Sequence[int]]) ->
         raise UsageError(
             f"rank {dist.get_rank()}: expected groups of the job's ranks without common ones, {own} among them, got {listed}"
         )
-    planned.use_siblings(_siblings(job, own, listed))
+    index_of = {rank: index for index, rank in enumerate(job.ranks)}
+    nodes = [{job.topology.node_of(index_of[rank]) for rank in members} for members in (own, *listed)]
+    planned.use_siblings(max(sum(node in touched for touched in nodes[1:]) for node in nodes[0]))
 
 
 def tell_neighbours(mesh: DeviceMesh) -> None:
@@ -66,14 +68,3 @@ def tell_neighbours(mesh: DeviceMesh) -> None:
         if is_planned(group):
             groups = mesh.mesh.movedim(dim, -1).reshape(-1, mesh.size(dim)).tolist()
             use_neighbours(group, groups)
-
-
-def _siblings(job: world.World, own_ranks: Sequence[int], groups: Sequence[Sequence[int]]) -> int:
-    """How many groups have ranks on the node of ``own_ranks`` that most of them share."""
-    index_of = {rank: index for index, rank in enumerate(job.ranks)}
-
-    def nodes_of(members: Sequence[int]) -> set[int]:
-        return {job.topology.node_of(index_of[rank]) for rank in members}
-
-    touched = [nodes_of(members) for members in groups]
-    return max(sum(node in nodes for nodes in touched) for node in nodes_of(own_ranks))

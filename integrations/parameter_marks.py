@@ -79,9 +79,10 @@ class ParameterMarks:
 
     Attributes:
         name: in the module that was asked for.
-        is_expert: it is an expert's.
-        is_split: each rank holds a part of its own; False: all ranks hold it whole; None: no mark says so.
-        reduce_over: the groups over which the gradient of a replicated parameter must be summed.
+        is_expert: it is an expert's: the ranks of ep hold different ones.
+        is_split: each rank of tp, or of etp for an expert, holds a part of its own; False: all ranks hold it whole; None: no
+            mark says so.
+        reduce_over: the groups over which the gradient of a replicated parameter must be summed, beyond the data-parallel one.
     """
 
     name: str
@@ -142,8 +143,8 @@ def mark_experts(module: nn.Module) -> None:
     What replaces parameters (fully_shard, to_empty(), deepcopy()) drops their mark: call it again after those. Loading does
     not; nor does :func:`commlayer.integrations.gradients.gradient_axes` forget, which looks at modules too.
     """
-    if not holds_experts(module):
-        module.register_load_state_dict_post_hook(_mark_loaded)
+    if not holds_experts(module):  # load_state_dict(assign=True) replaces parameters
+        module.register_load_state_dict_post_hook(_mark_parameters)
     for part in module.modules():
         part._commlayer_holds_experts = True  # type: ignore[assignment]
     _mark_parameters(module)
@@ -159,10 +160,6 @@ def is_expert(parameter: torch.Tensor) -> bool:
     return bool(getattr(parameter, "is_expert", False))
 
 
-def _mark_loaded(module: nn.Module, _: object) -> None:
-    _mark_parameters(module)  # load_state_dict(assign=True) replaces them
-
-
-def _mark_parameters(module: nn.Module) -> None:
+def _mark_parameters(module: nn.Module, _: object = None) -> None:
     for parameter in module.parameters():
         parameter.is_expert = True  # type: ignore[attr-defined]

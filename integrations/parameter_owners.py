@@ -7,74 +7,51 @@ copies that are taken for parts count several times in a norm, and of parts that
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import nn
 
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.routing import who
-from commlayer.integrations.parameter_marks import parameter_marks
+from commlayer.integrations.parameter_marks import ParameterMarks, parameter_marks
 from commlayer.integrations.spread_parameters import mesh_ranks
 from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
 
-__all__ = ["OwnedParameter", "owned_parameters"]
+__all__ = ["owned_parameters"]
 
 
-@dataclass(frozen=True)
-class OwnedParameter:
-    """A parameter, and how its ranks hold it.
-
-    Attributes:
-        name: in its module.
-        is_expert: it is an expert's: the ranks of ep hold different ones.
-        is_split: each rank of tp, or of etp for an expert, holds a part of its own. What a DTensor spreads over them is not:
-            the DTensor says what each rank has.
-        reduce_over: the groups over which its gradient must be summed, beyond the data-parallel one.
-    """
-
-    name: str
-    parameter: nn.Parameter
-    is_expert: bool
-    is_split: bool
-    reduce_over: tuple[str, ...]
-
-
-def owned_parameters(module: nn.Module, mesh: FoldedMesh | None) -> list[OwnedParameter]:
+def owned_parameters(module: nn.Module, mesh: FoldedMesh | None) -> list[ParameterMarks]:
     """Return how the ranks of ``mesh`` hold each parameter of ``module``, once each, in the order of ``parameters()``.
+
+    What a DTensor spreads over ranks of tp, or of etp, counts as not split: the DTensor says what each of them has.
 
     Raises UsageError, by the parameter's name: where nothing says whether the ranks of tp, or of etp, hold parts or copies; where
     an expert's mark speaks of tp; and where a DTensor lies over ranks that hold different parameters.
     """
-    owned_ones: list[OwnedParameter] = []
+    owned = parameter_marks(module)
     unknown: list[tuple[str, str]] = []
-    for marks in parameter_marks(module):
+    for marks in owned:
         axis = "etp" if marks.is_expert else "tp"
-        is_split = marks.is_split
         if mesh is None or mesh.size(axis) == 1:
-            is_split = False
+            marks.is_split = False
         ranks = mesh_ranks(marks.parameter)
         if mesh is not None and ranks:
             _require_one_parameter(marks.name, ranks, mesh, is_expert=marks.is_expert)
             if len(set(ranks) & set(mesh.ranks(axis))) > 1:
-                if is_split:
+                if marks.is_split:
                     raise UsageError(
                         f"{who()}{marks.name} is split over {axis} by hand, so its ranks hold different parameters, but it is a "
                         f"DTensor over ranks {list(ranks)}, which takes them for one: shard it over "
                         f'mesh.device_mesh("{"edp" if marks.is_expert else "dp_cp"}")'
                     )
-                is_split = False  # the DTensor says what each of them has
+                marks.is_split = False
         if marks.is_expert and "tp" in marks.reduce_over and mesh is not None and mesh.size(axis) > 1:
             raise UsageError(
                 f"{who()}{marks.name} is an expert's, and its mark says that its gradient is summed over tp: call "
                 'mark_replicated(module, over=("etp",)) where each rank of etp uses it on rows of its own, or over=() where all '
                 "use it on the same rows"
             )
-        if is_split is None:
+        if marks.is_split is None:
             unknown.append((marks.name, axis))
-        owned_ones.append(
-            OwnedParameter(marks.name, marks.parameter, marks.is_expert, bool(is_split), marks.reduce_over)
-        )
     if unknown:
         name, axis = unknown[0]
         more = "" if len(unknown) == 1 else f" (and {counted(len(unknown) - 1, 'more parameter')})"
@@ -85,7 +62,7 @@ def owned_parameters(module: nn.Module, mesh: FoldedMesh | None) -> list[OwnedPa
             f"mark_split(module) for its module where each holds a part{on_own_rows}, or mark_replicated(module, over=()) "
             "where all hold it whole and use it on the same rows"
         )
-    return owned_ones
+    return owned
 
 
 def _require_one_parameter(name: str, ranks: tuple[int, ...], mesh: FoldedMesh, *, is_expert: bool) -> None:

@@ -38,7 +38,6 @@ __all__ = [
     "promise_of",
     "recomputable",
     "recomputable_from",
-    "start_before",
 ]
 
 
@@ -64,13 +63,9 @@ class Promise:
         self._original = weakref.ref(tensor, forget)
         self._version, self._shape, self.offset = tensor._version, tensor.shape, tensor.storage_offset()
         self._made: torch.Tensor | Later | None = None
-        self._num_uses = self._num_taken = 0
+        self.num_uses = self._num_taken = 0  # uses: by who takes it in the backward pass
         if source is not None:
-            source.add_use()
-
-    def add_use(self) -> None:
-        """Note that somebody will take it in the backward pass."""
-        self._num_uses += 1
+            source.num_uses += 1
 
     def covers(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in the memory of the promised one, which is still there and unchanged."""
@@ -105,7 +100,7 @@ class Promise:
         if made.shape != self._shape:
             raise InternalError(f"a recomputation gave {list(made.shape)} for {list(self._shape)}")
         self._num_taken += 1
-        self._made = made if self._num_taken < self._num_uses else None
+        self._made = made if self._num_taken < self.num_uses else None
         return made.contiguous()
 
 
@@ -113,7 +108,7 @@ class _Saved:
     """In place of a saved tensor: which part of a promised one it is."""
 
     def __init__(self, promise: Promise, tensor: torch.Tensor) -> None:
-        promise.add_use()
+        promise.num_uses += 1
         self._promise = promise
         self._size, self._stride = tensor.size(), tensor.stride()
         self._offset = tensor.storage_offset() - promise.offset
@@ -228,7 +223,8 @@ def recomputable(
     it gets the latter as its argument, where ``source`` is its promise. It may return what is under way, and has ``wait()``.
     ``inputs``: what else it reads, so that a change in place is noticed (UsageError in the backward pass).
 
-    Returns the promise; None where nothing was promised. Where ``make`` communicates, see :func:`start_before`.
+    Returns the promise; None where nothing was promised. Where ``make`` communicates, have a hook of the result's gradient call
+    its :meth:`~Promise.start`.
     """
     return _entered.stack[-1].promise(tensor, make, source, inputs) if _entered.stack else None
 
@@ -244,12 +240,6 @@ def recomputable_from(
         return recomputable(tensor, make, source)
     detached = x.detach()
     return recomputable(tensor, lambda: make(detached), inputs=(detached,))
-
-
-def start_before(result: torch.Tensor, promise: Promise | None) -> None:
-    """Start ``promise`` in the backward pass when the gradient of ``result`` is there, before that of what it is made of."""
-    if promise is not None and result.requires_grad:
-        result.register_hook(lambda _: promise.start())
 
 
 def is_rematerialising() -> bool:

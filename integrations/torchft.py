@@ -69,16 +69,6 @@ def planned_process_group(
     _check_timeout(timeout)
     if wire is not None and not isinstance(wire, str):
         raise UsageError(f"wire must be a text such as int8! or bf16!, or None; got {wire!r}")
-    wrapper = _torchfts_wrapper()
-    if options is None:
-        needs_profile = wire is not None and wire != "native" and not wire.endswith("!")
-        options = GroupOptions(wire=wire, plan=plan or ("auto" if needs_profile else TRIED))
-    made: dist.ProcessGroup = _class_of(wrapper)(timeout, options)
-    return made
-
-
-def _torchfts_wrapper() -> Any:
-    """The class of torchft's from which a group is made that its Manager makes anew. Raises UsageError."""
     try:
         groups: Any = import_module("torchft.process_group")
     except ImportError as error:
@@ -90,7 +80,11 @@ def _torchfts_wrapper() -> Any:
             f"planned_process_group: this torchft ({_version()}) does not make groups anew by configure(), as {_VERSIONS} does; "
             f"with a group that has nothing else its Manager would never commit a step: pip install '{_VERSIONS}'"
         )
-    return groups.ProcessGroupWrapper
+    if options is None:
+        needs_profile = wire is not None and wire != "native" and not wire.endswith("!")
+        options = GroupOptions(wire=wire, plan=plan or ("auto" if needs_profile else TRIED))
+    made: dist.ProcessGroup = _class_of(groups.ProcessGroupWrapper)(timeout, options)
+    return made
 
 
 def _version() -> str:
