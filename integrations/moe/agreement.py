@@ -88,7 +88,18 @@ class Offer:
                 "hidden], and a row of choices for each"
             )
         seen = _see(self.indices, grid, self.weights)
-        counts = _checked_counts(seen, grid.num_experts, self.capacity)
+        low, high = seen.bounds
+        if low < -1 or high >= grid.num_experts:
+            raise TensorError(
+                f"{who()}indices from {low} to {high}: expected 0 to {grid.num_experts - 1}, or -1 for a dropped choice"
+            )
+        if not seen.is_finite:
+            raise weights_error()
+        counts = seen.counts
+        if self.capacity is not None:
+            check_capacity(counts.sum(0), self.capacity)
+            counts = torch.zeros_like(counts)
+            counts[0] = self.capacity
         hidden, dtype = -1, -1
         if self.like is not None:
             hidden = self.like.shape[-1]
@@ -180,11 +191,11 @@ def check_capacity(counts: torch.Tensor, capacity: int) -> None:
 
 
 class _Seen(NamedTuple):
-    """The choices of a rank, counted on the host: the least and the greatest expert (None: no choices), rows of each slice and
-    expert [FINEST, E], tokens that reach each node and rank, where they may go in two levels; whether its weights are finite.
+    """The choices of a rank, counted on the host: the least and the greatest expert, rows of each slice and expert [FINEST, E],
+    tokens that reach each node and rank, where they may go in two levels; whether its weights are finite.
     """
 
-    bounds: tuple[int, int] | None
+    bounds: tuple[int, int]
     counts: torch.Tensor
     reached: torch.Tensor
     is_finite: bool = True
@@ -195,65 +206,27 @@ def _see(indices: torch.Tensor, grid: ExpertGrid, weights: torch.Tensor | None) 
         raise TensorError(
             f"{who()}indices must be [tokens, choices] of int64, got {list(indices.shape)} of {indices.dtype}"
         )
-    if not indices.is_cpu and indices.numel():
-        return _seen_from_device(indices, grid, weights)
-    num_experts = grid.num_experts
+    num_experts, num_tokens, device = grid.num_experts, indices.shape[0], indices.device
+    num_counts = FINEST * num_experts
     if not indices.numel():
         counts = torch.zeros(FINEST, num_experts, dtype=torch.int64)
-        return _Seen(None, counts, counts.new_zeros(grid.num_reached))
-    lowest, highest = torch.aminmax(indices)
-    bounds = int(lowest), int(highest)
-    if not _are_experts(bounds, num_experts):
-        return _Seen(bounds, indices, indices)  # which is refused
-    keys = _keys(indices, num_experts)
-    counts = torch.bincount(keys[indices >= 0], minlength=FINEST * num_experts).view(FINEST, num_experts)
-    reached = counts.new_zeros(0) if grid.levels is None else grid.levels.reached(indices)
-    return _Seen(bounds, counts, reached)
-
-
-def _seen_from_device(indices: torch.Tensor, grid: ExpertGrid, weights: torch.Tensor | None) -> _Seen:
-    """The same of indices on a device: counted there, and brought to the host in one piece, for which it waits once."""
-    num_counts = FINEST * grid.num_experts
-    is_choice = (indices >= 0) & (indices < grid.num_experts)
-    keys = torch.where(is_choice, _keys(indices, grid.num_experts), num_counts).reshape(-1)
-    counts = indices.new_zeros(num_counts + 1).scatter_add_(0, keys, torch.ones_like(keys))
-    parts = [torch.stack(torch.aminmax(indices)), counts[:-1]]
-    is_finite = indices.new_ones(1) if weights is None else torch.isfinite(weights).all().to(torch.int64).view(1)
-    parts.append(is_finite)
-    if grid.levels is not None:
-        parts.append(grid.levels.reached(torch.where(is_choice, indices, -1)))
-    bounds, host_counts, finite, reached = torch.cat(parts).cpu().split([2, num_counts, 1, sum(map(len, parts[3:]))])
-    lowest, highest = bounds.tolist()
-    return _Seen((lowest, highest), host_counts.view(FINEST, grid.num_experts), reached, bool(finite))
-
-
-def _keys(indices: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """The place of each choice in the counts: the slice of its token, then its expert."""
-    num_tokens, device = indices.shape[0], indices.device
+        return _Seen((-1, -1), counts, counts.new_zeros(grid.num_reached))
+    # Counted on the device, and brought to the host in one piece, for which it waits once.
+    is_choice = (indices >= 0) & (indices < num_experts)
     bounds = torch.arange(1, FINEST, device=device) * num_tokens // FINEST
     slices = torch.bucketize(torch.arange(num_tokens, device=device), bounds, right=True)
-    return slices.unsqueeze(1) * num_experts + indices
-
-
-def _are_experts(bounds: tuple[int, int], num_experts: int) -> bool:
-    return bounds[0] >= -1 and bounds[1] < num_experts
-
-
-def _checked_counts(seen: _Seen, num_experts: int, capacity: int | None) -> torch.Tensor:
-    """Rows that this rank sends, [FINEST, E]. Raises TensorError."""
-    if seen.bounds is not None and not _are_experts(seen.bounds, num_experts):
-        low, high = seen.bounds
-        raise TensorError(
-            f"{who()}indices from {low} to {high}: expected 0 to {num_experts - 1}, or -1 for a dropped choice"
-        )
-    if not seen.is_finite:
-        raise weights_error()
-    if capacity is None:
-        return seen.counts
-    check_capacity(seen.counts.sum(0), capacity)
-    padded = torch.zeros_like(seen.counts)
-    padded[0] = capacity
-    return padded
+    keys = torch.where(is_choice, slices.unsqueeze(1) * num_experts + indices, num_counts).reshape(-1)
+    if indices.is_cpu:
+        counts = torch.bincount(keys, minlength=num_counts + 1)
+    else:  # where bincount would wait for the greatest key
+        counts = indices.new_zeros(num_counts + 1).scatter_add_(0, keys, torch.ones_like(keys))
+    is_finite = indices.new_ones(1) if weights is None else torch.isfinite(weights).all().to(torch.int64).view(1)
+    parts = [torch.stack(torch.aminmax(indices)), counts[:-1], is_finite]
+    if grid.levels is not None:
+        parts.append(grid.levels.reached(torch.where(is_choice, indices, -1)))
+    extremes, counts, finite, reached = torch.cat(parts).cpu().split([2, num_counts, 1, sum(map(len, parts[3:]))])
+    lowest, highest = extremes.tolist()
+    return _Seen((lowest, highest), counts.view(FINEST, num_experts), reached, bool(finite))
 
 
 def weights_error() -> TensorError:

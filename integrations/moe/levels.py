@@ -84,7 +84,9 @@ class Levels:
     def reached(self, indices: torch.Tensor) -> torch.Tensor:
         """Count this rank's tokens ``indices`` [T, K] that have any expert on each node, and on each rank: [nodes + EP]."""
         size, m = len(self.experts), len(self.nodes)
-        table, order = _ranks_of_experts(self.experts, indices.device), _in_order_of_nodes(self.nodes, indices.device)
+        ranks = tuple(range(size))
+        table = _table(self.experts, ranks, indices.device)
+        order = _in_order_of_nodes(self.nodes, indices.device)
         by_rank = _hits(table[indices], size)
         by_node = by_rank.index_select(1, order).view(-1, m, size // m).any(2)
         return torch.cat([by_node, by_rank], 1).sum(0)
@@ -153,11 +155,11 @@ def two_level_way(
     """
     size, device = len(levels.experts), everyones.device
     by_source = everyones.split(list(tokens))
-    node_of = [a for k in range(size) for a, members in enumerate(levels.nodes) if k in members]
+    node_of = tuple(a for k in range(size) for a, members in enumerate(levels.nodes) if k in members)
     # Out: this rank's tokens, once for each node.
     to_nodes = _hits(_table(levels.experts, node_of, device)[by_source[levels.rank]], len(levels.nodes))
     # Held: the tokens of the rail that have an expert on this node, in the order of nodes; once for each rank here.
-    place_of = [levels.nodes[levels.here].index(k) if node_of[k] == levels.here else -1 for k in range(size)]
+    place_of = tuple(levels.nodes[levels.here].index(k) if node_of[k] == levels.here else -1 for k in range(size))
     places = _table(levels.experts, place_of, device)
     held = [_hits(places[by_source[source]], levels.width) for source in levels.rail]
     held = [to_ranks[to_ranks.any(1)] for to_ranks in held]
@@ -207,18 +209,13 @@ def _arriving(
 
 
 @lru_cache(maxsize=_MOST_KEPT)
-def _ranks_of_experts(experts: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """The rank that holds each expert: a :func:`_table`, which every call looks into."""
-    return _table(experts, range(len(experts)), device)
-
-
-@lru_cache(maxsize=_MOST_KEPT)
 def _in_order_of_nodes(nodes: tuple[tuple[int, ...], ...], device: torch.device) -> torch.Tensor:
     return torch.tensor([rank for members in nodes for rank in members], device=device)
 
 
-def _table(experts: Sequence[int], value_of_rank: Sequence[int], device: torch.device) -> torch.Tensor:
-    """[E + 1]: the value of the rank that holds each expert, and −1 for expert −1."""
+@lru_cache(maxsize=_MOST_KEPT)
+def _table(experts: tuple[int, ...], value_of_rank: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """[E + 1]: the value of the rank that holds each expert, and −1 for expert −1; every call looks into it."""
     values = torch.tensor([*value_of_rank, -1]).repeat_interleave(torch.tensor([*experts, 1]))
     return values.to(device)
 
