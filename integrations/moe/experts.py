@@ -27,9 +27,8 @@ from commlayer.transfers import differentiable_once
 
 __all__ = ["GroupedExperts", "WeightGradients", "grouped_linear", "has_grouped_mm", "swiglu"]
 
-Product = Callable[[torch.Tensor, str, Sequence[int]], torch.Tensor]
-"""Rows, the name of a weight, and how many rows each expert has → their products."""
-_WEIGHTS = ("w_gate", "w_up", "w_down")
+Later = tuple["WeightGradients", int]
+"""Where the product for the gradient of a weight is put off to, and its place there."""
 _BLOCK_BYTES = 1 << 18
 """The bytes that SwiGLU works on at a time of each of its five tensors: together they stay in a
 core's cache."""
@@ -107,7 +106,7 @@ _put_off: Callable[..., tuple[torch.Tensor, ...]] = cast("Any", _PutOff.apply)
 
 
 def grouped_linear(
-    x: torch.Tensor, weight: torch.Tensor, rows: Sequence[int], later: tuple[WeightGradients, int] | None = None
+    x: torch.Tensor, weight: torch.Tensor, rows: Sequence[int], later: Later | None = None
 ) -> torch.Tensor:
     """Multiply ``x`` [R, in] by each expert's ``weight`` [L, out, in], transposed: [R, out].
     ``rows``: how many each expert has. ``later``: where the product for the gradient of ``weight``
@@ -144,7 +143,7 @@ class _GroupedLinear(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         rows: Sequence[int],
-        later: tuple[WeightGradients, int] | None,
+        later: Later | None,
     ) -> torch.Tensor:
         rows = list(rows)
         out = x.new_empty(x.shape[0], weight.shape[1])
@@ -263,7 +262,8 @@ class GroupedExperts(nn.Module):
     """
 
     _calls = 0
-    _put_off: Mapping[str, tuple[torch.Tensor, tuple[WeightGradients, int]]] = MappingProxyType({})
+    _put_off: Mapping[int, tuple[torch.Tensor, Later]] = MappingProxyType({})
+    """By places among the weights."""
     _lent: LentExperts | None = None
 
     def __init__(
@@ -291,11 +291,17 @@ class GroupedExperts(nn.Module):
                 f"expert width {width} over ETP {etp_size}: ETP must divide it; the nearest that does is {fitting[-1]}"
             )
         self.hidden, self.width, self.first, self.count = hidden, width, first, count
-        self._shard = slice(etp_rank * (width // etp_size), (etp_rank + 1) * (width // etp_size))
-        drawn = [self._draw(seed, expert) for expert in self.numbers]
-        self.w_gate = nn.Parameter(torch.stack([gate for gate, _, _ in drawn]).to(dtype))  # [L, F/ETP, H]
-        self.w_up = nn.Parameter(torch.stack([up for _, up, _ in drawn]).to(dtype))  # [L, F/ETP, H]
-        self.w_down = nn.Parameter(torch.stack([down for _, _, down in drawn]).to(dtype))  # [L, H, F/ETP]
+        shard = slice(etp_rank * (width // etp_size), (etp_rank + 1) * (width // etp_size))
+        drawn: tuple[list[torch.Tensor], ...] = ([], [], [])
+        for expert in self.numbers:
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + max(expert, 0))
+            shapes = ((width, hidden), (width, hidden), (hidden, width))
+            gate, up, down = (torch.randn(*shape, generator=generator) * shape[1] ** -0.5 for shape in shapes)
+            of_expert = gate[shard].clone(), up[shard].clone(), down[:, shard].contiguous()
+            for weights, weight in zip(drawn, of_expert, strict=True):
+                weights.append(weight if expert >= 0 else torch.zeros_like(weight))
+        # [L, F/ETP, H], the same, and [L, H, F/ETP]
+        self.w_gate, self.w_up, self.w_down = (nn.Parameter(torch.stack(each).to(dtype)) for each in drawn)
         mark_experts(self)
         mark_split(self)
 
@@ -308,7 +314,7 @@ class GroupedExperts(nn.Module):
         if self.slots is None:
             cast("Any", super())._save_to_state_dict(destination, prefix, keep_vars)
             return
-        self._refuse_spread(prefix)
+        _refuse_spread(self, prefix)
         for name, parameter in self.named_parameters(recurse=False):
             for row, expert in enumerate(self.numbers):
                 if expert >= 0:
@@ -327,7 +333,7 @@ class GroupedExperts(nn.Module):
         entries = {key: value for key, value in state_dict.items() if key not in set(of_experts)}
         by_number = bool(of_experts) or self.slots is not None
         if by_number:
-            self._refuse_spread(prefix)
+            _refuse_spread(self, prefix)
         for name, parameter in self.named_parameters(recurse=False) if by_number else ():
             keys = [f"{prefix}{name}.{expert}" if expert >= 0 else None for expert in self.numbers]
             missing = [key for key in keys if key is not None and key not in state_dict]
@@ -341,13 +347,6 @@ class GroupedExperts(nn.Module):
             ).detach()
         cast("Any", super())._load_from_state_dict(entries, prefix, local_metadata, strict, *found)
 
-    def _refuse_spread(self, prefix: str) -> None:
-        refuse_spread(
-            ((prefix + name, parameter) for name, parameter in self.named_parameters(recurse=False)),
-            "a state_dict() that has experts by their numbers",
-            "no rank has whole experts; make the layer without spare_slots, or save and load it by TrainingState",
-        )
-
     # What torch does with parameters that are moved or copied keeps nothing that was added to them.
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> GroupedExperts:
@@ -358,14 +357,6 @@ class GroupedExperts(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         cast("Any", super()).__setstate__(state)
         mark_experts(self)
-
-    def _draw(self, seed: int, expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + max(expert, 0))
-        gate, up = (torch.randn(self.width, self.hidden, generator=generator) * self.hidden**-0.5 for _ in range(2))
-        down = torch.randn(self.hidden, self.width, generator=generator) * self.width**-0.5
-        if expert < 0:
-            gate, up, down = torch.zeros_like(gate), torch.zeros_like(up), torch.zeros_like(down)
-        return gate[self._shard].clone(), up[self._shard].clone(), down[:, self._shard].contiguous()
 
     def forward(self, x: torch.Tensor, rows: Sequence[int], weights: torch.Tensor | None = None) -> torch.Tensor:
         """Run the experts on ``x`` [R, H], of which each expert has its number of ``rows``.
@@ -382,27 +373,17 @@ class GroupedExperts(nn.Module):
                 f"{count} experts of hidden size {self.hidden} got rows {list(x.shape)} for {len(rows)} experts"
             )
         self._calls += 1
+        own_weights = self.weights if lent is None else lent.own
+        products = [self._put_off.get(place, (weight, None)) for place, weight in enumerate(own_weights)]
+        if self._calls > LATER_CHUNKS:
+            products = [(weight, None) for weight, _ in products]
         if lent is None:
-            return _computed(x, rows, weights, self._product)
+            return _computed(x, rows, weights, products)
         sizes = [sum(rows[: self.count]), sum(rows[self.count :])]
         (own, of_guests), of_each = x.split(sizes), (None, None) if weights is None else weights.split(sizes)
-        computed = _computed(own, rows[: self.count], of_each[0], self._product)
-        guests = dict(zip(_WEIGHTS, lent.guests(), strict=True))
-
-        def product(x: torch.Tensor, name: str, rows: Sequence[int]) -> torch.Tensor:
-            return grouped_linear(x, guests[name], rows)
-
-        return torch.cat([computed, _computed(of_guests, rows[self.count :], of_each[1], product)])
-
-    def _product(self, x: torch.Tensor, name: str, rows: Sequence[int]) -> torch.Tensor:
-        if name not in self._put_off:
-            return grouped_linear(x, self._weight(name), rows)
-        weight, later = self._put_off[name]
-        return grouped_linear(x, weight, rows, later if self._calls <= LATER_CHUNKS else None)
-
-    def _weight(self, name: str) -> torch.Tensor:
-        weight: torch.Tensor = getattr(self, name) if self._lent is None else self._lent.own[_WEIGHTS.index(name)]
-        return weight
+        computed = _computed(own, rows[: self.count], of_each[0], products)
+        guests = [(weight, None) for weight in lent.guests()]
+        return torch.cat([computed, _computed(of_guests, rows[self.count :], of_each[1], guests)])
 
     @property
     def weights(self) -> tuple[nn.Parameter, ...]:
@@ -431,13 +412,15 @@ class GroupedExperts(nn.Module):
         where torch compiles, nothing is put off, nor are a GPU's grouped products. Gradients have
         the same bits either way.
         """
-        names = [name for name in _WEIGHTS if getattr(self, name).requires_grad]
+        trained = [place for place, weight in enumerate(self.weights) if weight.requires_grad]
         self._calls = 0
-        if names and torch.is_grad_enabled() and not (is_rematerialising() or torch.compiler.is_compiling()):
+        if trained and torch.is_grad_enabled() and not (is_rematerialising() or torch.compiler.is_compiling()):
             later = WeightGradients()
-            weights = later.put_off(*(self._weight(name) for name in names))
+            own = self.weights if self._lent is None else self._lent.own
+            weights = later.put_off(*(own[place] for place in trained))
             self._put_off = {
-                name: (weight, (later, place)) for place, (name, weight) in enumerate(zip(names, weights, strict=True))
+                place: (weight, (later, number))
+                for number, (place, weight) in enumerate(zip(trained, weights, strict=True))
             }
         try:
             yield
@@ -445,9 +428,23 @@ class GroupedExperts(nn.Module):
             self._put_off = {}
 
 
-def _computed(x: torch.Tensor, rows: Sequence[int], weights: torch.Tensor | None, product: Product) -> torch.Tensor:
-    """Run experts on their ``rows`` of ``x`` by ``product``."""
-    gate, up = product(x, "w_gate", rows), product(x, "w_up", rows)
+def _refuse_spread(experts: GroupedExperts, prefix: str) -> None:
+    refuse_spread(
+        ((prefix + name, parameter) for name, parameter in experts.named_parameters(recurse=False)),
+        "a state_dict() that has experts by their numbers",
+        "no rank has whole experts; make the layer without spare_slots, or save and load it by TrainingState",
+    )
+
+
+def _computed(
+    x: torch.Tensor,
+    rows: Sequence[int],
+    weights: torch.Tensor | None,
+    products: Sequence[tuple[torch.Tensor, Later | None]],
+) -> torch.Tensor:
+    """Run experts on their ``rows`` of ``x``, by the three weights and where their gradients are put off to."""
+    (w_gate, gate_later), (w_up, up_later), (w_down, down_later) = products
+    gate, up = grouped_linear(x, w_gate, rows, gate_later), grouped_linear(x, w_up, rows, up_later)
     inner = swiglu(gate, up)
     source = gate.detach(), up.detach()
     promise = recomputable(inner, lambda: swiglu(*source), inputs=source)  # before it is used, as everywhere
@@ -456,4 +453,4 @@ def _computed(x: torch.Tensor, rows: Sequence[int], weights: torch.Tensor | None
         inner = inner * weights
         kept_weights = weights.detach()
         recomputable(inner, lambda made: made * kept_weights, promise, inputs=(kept_weights,))
-    return product(inner, "w_down", rows)
+    return grouped_linear(inner, w_down, rows, down_later)
