@@ -4,15 +4,15 @@ experts, and home. While one is computed, others travel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 
-from commlayer.collectives import Held, Pending
+from commlayer.collectives import Pending
 from commlayer.integrations.moe.dispatch_kinds import AllToAll
 from commlayer.integrations.moe.experts import GroupedExperts
-from commlayer.integrations.moe.handle import Chunk, DispatchHandle, Experts
+from commlayer.integrations.moe.handle import DispatchHandle, Experts
 from commlayer.integrations.moe.planning import puts_off
 from commlayer.integrations.moe.routing import who
 from commlayer.integrations.remat import recomputable_from
@@ -42,39 +42,34 @@ class ChunkStages:
         weights_travel: bool,
     ) -> None:
         sizes = [chunk.num_tokens for chunk in handle.chunks]
-        parts = zip(
-            _split(x, sizes),
-            [None] * len(sizes) if weights is None else _split(weights, sizes),
-            strict=True,
-        )
-        self._x = x
-        self._parts = list(parts)
-        self._stages = [_ChunkStage(handle, index, weights_travel) for index in range(len(sizes))]
+        self._x, self._experts = x, experts
+        self._parts = x.split(sizes) if len(sizes) > 1 else (x,)
+        self._stages = [_ChunkStage(handle, index, sizes, weights_travel) for index in range(len(sizes))]
+        if weights is not None:
+            of_chunks = weights.split(sizes) if len(sizes) > 1 else (weights,)
+            for stage, of_chunk in zip(self._stages, of_chunks, strict=True):
+                stage.weights = of_chunk
         # With a gradient all are sent before the first computes, so that the link never waits for
         # experts: what arrives is kept for the backward pass anyway. Without, one ahead.
         self._ahead = len(sizes) if handle.needs_gradient and torch.is_grad_enabled() else 1
         for j in range(self._ahead):  # each is packed while those before it travel
-            self._send(j)
+            self._stages[j].send(self._parts[j])
         self._lent = handle.lent
         if self._lent is not None:  # behind the tokens, which every rank waits for first
             assert isinstance(experts, GroupedExperts)  # when the handle was prepared
             self._lent.start(experts.weights)
 
-    def _send(self, j: int) -> None:
-        self._stages[j].pack(*self._parts[j])
-        self._stages[j].send()
-
-    def compute(self, experts: Experts) -> None:
+    def compute(self) -> None:
         """Run the experts on one chunk after another, and send each back."""
-        grouped = experts if isinstance(experts, GroupedExperts) else None
-        is_last = grouped is not None and puts_off(grouped, self._x)
-        with (
-            grouped.with_guests(self._lent) if grouped is not None and self._lent is not None else nullcontext(),
-            grouped.weight_gradients_last() if grouped is not None and is_last else nullcontext(),
-        ):
+        experts = self._experts
+        with ExitStack() as blocks:
+            if isinstance(experts, GroupedExperts) and self._lent is not None:
+                blocks.enter_context(experts.with_guests(self._lent))
+            if isinstance(experts, GroupedExperts) and puts_off(experts, self._x):
+                blocks.enter_context(experts.weight_gradients_last())
             for j, stage in enumerate(self._stages):
                 if self._ahead <= j + 1 < len(self._stages):
-                    self._send(j + 1)
+                    self._stages[j + 1].send(self._parts[j + 1])
                 stage.compute(experts, self._x)
 
     def finish(self) -> torch.Tensor:
@@ -96,85 +91,70 @@ class ChunkStages:
 
 
 class _ChunkStage:
-    """The chunk at ``index`` of a handle."""
+    """The chunk at ``index`` of a handle, whose chunks have ``sizes`` tokens.
 
-    def __init__(self, handle: DispatchHandle, index: int, weights_travel: bool) -> None:
-        self.chunk: Chunk = handle.chunks[index]
-        self._sizes = [chunk.num_tokens for chunk in handle.chunks]
-        self._index = index
+    Attributes:
+        weights: those that have not been sent: for the combine, or, where they travel apart from
+            the rows, for the experts.
+    """
+
+    def __init__(self, handle: DispatchHandle, index: int, sizes: list[int], weights_travel: bool) -> None:
+        self._chunk = handle.chunks[index]
+        self._sizes, self._index = sizes, index
         self._weights_travel = weights_travel
-        self._weights: torch.Tensor | None = None
-        """The weights that have not been sent: for the combine, or, where they travel apart from
-        the rows, for the experts."""
-        self._packed: list[tuple[Callable[[Held], Pending], Held]] = []
-        self._going: list[Pending] = []
-        self._returning: Pending | None = None
+        self.weights: torch.Tensor | None = None
+        self._under_way: list[Pending] = []
 
-    def pack(self, x: torch.Tensor, weights: torch.Tensor | None) -> None:
-        """Put the chunk's tokens in the order in which they go. The backward pass waits for their
-        gradients here: after the experts of all chunks that are packed before the first is
-        computed. Until they are sent, the rows take memory: those of all chunks together as much as
-        of one."""
-        chunk = self.chunk
-        self._packed = [(chunk.token_dispatch, chunk.hold(chunk.dispatch_preprocess(x)))]
-        if weights is not None and self._weights_travel and isinstance(chunk, AllToAll):
-            self._packed.append((chunk.weights_dispatch, chunk.hold(chunk.weights_preprocess(weights))))
-        else:
-            self._weights = weights
-
-    def send(self) -> None:
-        self._going = [start(held) for start, held in self._packed]
-        self._packed = []
+    def send(self, x: torch.Tensor) -> None:
+        """Send the chunk's tokens. The backward pass waits for their gradients here: after the
+        experts of all chunks that are sent before the first is computed."""
+        chunk = self._chunk
+        self._under_way = [chunk.token_dispatch(chunk.dispatch_preprocess(x))]
+        if self.weights is not None and self._weights_travel and isinstance(chunk, AllToAll):
+            self._under_way.append(chunk.weights_dispatch(self.weights))
+            self.weights = None
 
     def compute(self, experts: Experts, x: torch.Tensor) -> None:
-        """Run the experts on the chunk. ``x``: the tokens of all chunks, of which it is sent again
-        in a recomputation."""
-        chunk = self.chunk
-        arrived = [chunk.dispatch_postprocess(pending.wait()) for pending in self._going]
-        self._going = []
-        promise = recomputable_from(x, arrived[0], lambda tokens: _Arriving(self, tokens))
-        if self._weights is not None and self._weights_travel:
-            arrived.append(chunk.fetch_weights(self._weights))
-            self._weights = None
+        """Run the experts on the chunk, and send it back. ``x``: the tokens of all chunks, of which
+        it is sent again in a recomputation."""
+        chunk = self._chunk
+        arrived = [chunk.dispatch_postprocess(pending.wait()) for pending in self._under_way]
+        self._under_way = []
+        promise = recomputable_from(x, arrived[0], self._send_again)
+        if self.weights is not None and self._weights_travel:
+            arrived.append(chunk.fetch_weights(self.weights))
+            self.weights = None
         computed = experts(arrived[0], chunk.expert_rows, arrived[1] if len(arrived) > 1 else None)
         computed = returned_rows(computed, arrived[0].shape, arrived[0].dtype)
-        self._returning = chunk.token_combine(chunk.combine_preprocess(computed, self._weights))
+        returning = chunk.token_combine(chunk.combine_preprocess(computed, self.weights))
         if promise is not None:  # the tokens come again while the gradient of the combine travels
-            self._returning.on_gradient(promise.start)
+            returning.on_gradient(promise.start)
+        self._under_way = [returning]
 
-    def send_again(self, x: torch.Tensor) -> Pending:
+    def _send_again(self, x: torch.Tensor) -> Pending:
         """Start the exchange of the chunk once more, out of the tokens ``x`` [T, H] or [S, B, H] of
         all chunks."""
+        chunk = self._chunk
         tokens = x.flatten(0, -2).split(self._sizes)[self._index]
-        return self.chunk.token_dispatch(self.chunk.dispatch_preprocess(tokens))
+        sent = chunk.token_dispatch(chunk.dispatch_preprocess(tokens))
+        return Pending(sent.unfinished, None, lambda _: chunk.dispatch_postprocess(sent.wait()))
 
     def crossing(self) -> list[torch.Tensor]:
-        under_way = self._going if self._returning is None else [self._returning]
-        weights = [] if self._weights is None else [self._weights]
-        return [*(pending.unfinished for pending in under_way), *weights]
+        weights = [] if self.weights is None else [self.weights]
+        return [*(pending.unfinished for pending in self._under_way), *weights]
 
     def carry_on(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        for pending in self._going if self._returning is None else [self._returning]:
+        for pending in self._under_way:
             pending.cut(tensors[0])
             tensors = tensors[1:]
-        if self._weights is not None:
-            self._weights, tensors = tensors[0], tensors[1:]
+        if self.weights is not None:
+            self.weights, tensors = tensors[0], tensors[1:]
         return tensors
 
     def finish(self) -> torch.Tensor:
-        assert self._returning is not None  # compute() came before
-        returning, self._returning = self._returning, None
-        return self.chunk.combine_postprocess(returning.wait(), self._weights)
-
-
-class _Arriving:
-    """A chunk's tokens on their way to the experts once more."""
-
-    def __init__(self, stage: _ChunkStage, x: torch.Tensor) -> None:
-        self._chunk, self._pending = stage.chunk, stage.send_again(x)
-
-    def wait(self) -> torch.Tensor:
-        return self._chunk.dispatch_postprocess(self._pending.wait())
+        (returning,) = self._under_way
+        self._under_way = []
+        return self._chunk.combine_postprocess(returning.wait(), self.weights)
 
 
 def returned_rows(computed: object, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -187,7 +167,3 @@ def returned_rows(computed: object, shape: Sequence[int], dtype: torch.dtype) ->
             f"{who()}the experts got rows {list(shape)} and returned {got}: expected as many, and as wide"
         )
     return computed.to(dtype)
-
-
-def _split(x: torch.Tensor, sizes: list[int]) -> Sequence[torch.Tensor]:
-    return (x,) if len(sizes) == 1 else x.split(sizes)

@@ -41,11 +41,11 @@ from typing import ClassVar
 
 import torch
 
-from commlayer.collectives import Held, Pending
+from commlayer.collectives import Pending
 from commlayer.integrations.moe.agreement import FINEST
 from commlayer.integrations.moe.dispatch_groups import ExpertGrid, WireGroups
 from commlayer.integrations.moe.handle import ChoiceCounts, Chunk, sums_of_ranks
-from commlayer.integrations.moe.levels import Levels, TwoLevelWay, two_level_way
+from commlayer.integrations.moe.levels import TwoLevelWay, two_level_way
 from commlayer.integrations.moe.row_maps import (
     Permutation,
     RowMap,
@@ -92,10 +92,6 @@ class AllToAll:
     by_expert: Permutation | None
     most_rows: int
     everyones_rows: tuple[tuple[int, ...], ...] | None
-
-    @staticmethod
-    def require(grid: ExpertGrid) -> None:
-        """Any grid will do."""
 
     @classmethod
     def chunks(cls, layout: ChoiceCounts, ways: WireGroups, slices: Sequence[int]) -> tuple[AllToAll, ...]:
@@ -147,10 +143,7 @@ class AllToAll:
     def dispatch_preprocess(self, x_TH: torch.Tensor) -> torch.Tensor:
         return gather_rows(x_TH, self.sent)
 
-    def hold(self, rows_SH: torch.Tensor) -> Held:
-        return self.grid.ep.hold(rows_SH)
-
-    def token_dispatch(self, rows_SH: torch.Tensor | Held) -> Pending:
+    def token_dispatch(self, rows_SH: torch.Tensor) -> Pending:
         return self.ways.out.start_all_to_all(
             rows_SH, self.send_rows, self.receive_rows, most_rows=self.most_rows, everyones=self.everyones_rows
         )
@@ -176,19 +169,15 @@ class AllToAll:
 
     # Gating weights for experts that apply them: each may go beside its row, as it is
 
-    def weights_preprocess(self, weights_TK: torch.Tensor) -> torch.Tensor:
-        """Make the weights of the rows that :meth:`dispatch_preprocess` makes, [S, 1]."""
-        return weights_of_rows(weights_TK, self.sent)
-
-    def weights_dispatch(self, weights_S1: torch.Tensor | Held) -> Pending:
-        """Start their exchange; :meth:`dispatch_postprocess` puts them in order."""
+    def weights_dispatch(self, weights_TK: torch.Tensor) -> Pending:
+        """Start their exchange, in the order of rows; :meth:`dispatch_postprocess` goes on with them."""
+        weights_S1 = weights_of_rows(weights_TK, self.sent)
         return self.grid.ep.start_all_to_all(
             weights_S1, self.send_rows, self.receive_rows, everyones=self.everyones_rows
         )
 
     def fetch_weights(self, weights_TK: torch.Tensor) -> torch.Tensor:
-        weights_A1 = self.weights_dispatch(self.weights_preprocess(weights_TK)).wait()
-        return self.dispatch_postprocess(weights_A1)
+        return self.dispatch_postprocess(self.weights_dispatch(weights_TK).wait())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -211,10 +200,6 @@ class AllGather:
     tokens: tuple[int, ...]
     row_map: RowMap
     local_choices: torch.Tensor
-
-    @staticmethod
-    def require(grid: ExpertGrid) -> None:
-        """Any grid will do."""
 
     @classmethod
     def chunks(cls, layout: ChoiceCounts, ways: WireGroups, slices: Sequence[int]) -> tuple[AllGather, ...]:
@@ -242,10 +227,7 @@ class AllGather:
     def dispatch_preprocess(self, x_TH: torch.Tensor) -> torch.Tensor:
         return x_TH
 
-    def hold(self, x_TH: torch.Tensor) -> Held:
-        return self.grid.all.hold(x_TH)
-
-    def token_dispatch(self, x_TH: torch.Tensor | Held) -> Pending:
+    def token_dispatch(self, x_TH: torch.Tensor) -> Pending:
         return self.ways.all_out.start_all_gather(x_TH, self.tokens)
 
     def dispatch_postprocess(self, x_GH: torch.Tensor) -> torch.Tensor:
@@ -295,18 +277,20 @@ class TwoLevels:
     way: TwoLevelWay
     row_map: RowMap
 
-    @staticmethod
-    def require(grid: ExpertGrid) -> None:
-        """Raises GroupError where the EP group has not two levels."""
-        Levels.require(grid.ep, grid.etp)
-
     @classmethod
     def chunks(cls, layout: ChoiceCounts, ways: WireGroups, slices: Sequence[int]) -> tuple[TwoLevels, ...]:
         """Make the one chunk, with the rows that a flat one brings. Collective: the indices travel."""
         grid = layout.grid
         assert grid.levels is not None  # the decision, or the user, was told where there are none
         assert layout.on_levels is not None
-        indices_GK = _gather_indices(grid, layout.indices, layout.tokens)
+        # The choices of all ranks travel in as few bytes as the number of experts needs.
+        narrow = torch.int16 if packed_index_bytes(grid.num_experts) == 2 else torch.int32
+        small_TK = layout.indices.to(narrow)
+        if layout.indices.shape[1]:
+            bytes_G = grid.all.all_gather(small_TK.contiguous().view(torch.uint8), layout.tokens)
+            indices_GK = bytes_G.view(narrow).to(torch.int64)
+        else:
+            indices_GK = small_TK.new_zeros(sum(layout.tokens), 0, dtype=torch.int64)
         way, row_map = two_level_way(grid.levels, indices_GK, layout.tokens, layout.on_levels, layout.capacity)
         arriving = layout.counts.narrow(3, grid.first_local_expert, grid.num_local_experts)
         chunk = cls(
@@ -325,10 +309,7 @@ class TwoLevels:
     def dispatch_preprocess(self, x_TH: torch.Tensor) -> torch.Tensor:
         return gather_rows(x_TH, self.way.rails)
 
-    def hold(self, rows_SH: torch.Tensor) -> Held:
-        return self.grid.ep.hold(rows_SH)
-
-    def token_dispatch(self, rows_SH: torch.Tensor | Held) -> Pending:
+    def token_dispatch(self, rows_SH: torch.Tensor) -> Pending:
         way = self.way
         return self.ways.out.start_all_to_all(
             rows_SH, way.rail_send, way.rail_receive, most_rows=way.rail_rows.whole, over=Span.RAIL
@@ -381,13 +362,3 @@ class TwoLevels:
 
 DISPATCH_KINDS: dict[str, type[Chunk]] = {"all_to_all": AllToAll, "all_gather": AllGather, "two_level": TwoLevels}
 """The kinds by the names that users give them."""
-
-
-def _gather_indices(grid: ExpertGrid, indices_TK: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
-    """The indices of all ranks, [G, K] int64. They travel in as few bytes as the number of experts needs."""
-    narrow = torch.int16 if packed_index_bytes(grid.num_experts) == 2 else torch.int32
-    small_TK = indices_TK.to(narrow)
-    if not indices_TK.shape[1]:
-        return small_TK.new_zeros(sum(tokens), 0, dtype=torch.int64)
-    bytes_G = grid.all.all_gather(small_TK.contiguous().view(torch.uint8), tokens)
-    return bytes_G.view(narrow).to(torch.int64)

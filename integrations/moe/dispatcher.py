@@ -41,6 +41,7 @@ from commlayer.integrations.moe.expert_spilling import ExpertSpiller
 from commlayer.integrations.moe.experts import GroupedExperts
 from commlayer.integrations.moe.handle import ChoiceCounts, Chunk, DispatchHandle, Experts
 from commlayer.integrations.moe.lent_experts import LentExperts
+from commlayer.integrations.moe.levels import Levels
 from commlayer.integrations.moe.load_recorder import layer_record
 from commlayer.integrations.moe.planning import (
     DispatchDecision,
@@ -137,7 +138,8 @@ class TokenDispatcher:
         if kind != "auto":
             if slices is not None and len(slices) > 1 and not DISPATCH_KINDS[kind].takes_chunks:
                 raise UsageError(f"{kind} brings all tokens at once: leave chunks out, or take kind all_to_all")
-            DISPATCH_KINDS[kind].require(self.grid)
+            if kind == "two_level":
+                Levels.require(ep, self.grid.etp)
         self.ways = WireGroups(ep, self.grid.all, dispatch_wire(wire))
         # It times, and asks the group for predictions: nothing to compile.
         self._decide = torch.compiler.disable(DispatchPlanner(self.grid, kind, slices, self.ways).decide)
@@ -241,25 +243,29 @@ class TokenDispatcher:
         if weights is not None:
             _check_weights(weights, indices.shape[:2], is_sound=on_device)
         is_elsewhere = like is not None and not like.is_cpu
-        trained = () if self.spiller is None else (self.spiller.is_on, *_trained(experts, capacity))
-        way = (
-            *self._setup,
-            experts is None,
-            is_sharded(experts),
-            puts_off(experts, like),
-            is_elsewhere,
-            *trained,
-        )
+        way = (*self._setup, experts is None, is_sharded(experts), puts_off(experts, like), is_elsewhere)
+        if self.spiller is not None:
+            if is_sharded(experts):
+                raise UsageError(
+                    f"{who()}experts that FSDP shards cannot spill: no rank has all weights of one; leave them out of "
+                    "fully_shard, or spilling out"
+                )
+            if not isinstance(experts, GroupedExperts):
+                raise UsageError(
+                    f"{who()}experts spill by sending weights that must be known: expected GroupedExperts as experts=, got "
+                    f"{type(experts).__name__}; leave spilling out"
+                )
+            if capacity is not None:
+                raise UsageError(
+                    f"{who()}rows are padded to a capacity, so every rank has as many: there is nothing to spill; leave "
+                    "pad_to_capacity out, or spilling"
+                )
+            # Gradients of those that are trained come back: as many on all ranks.
+            way = (*way, self.spiller.is_on, *(weight.requires_grad for weight in experts.weights))
         if self.slots is not None:
             indices = self.slots.slots_of(indices)
-        return Offer(
-            indices,
-            capacity,
-            like,
-            number_of(way),
-            needs_gradient,
-            weights=weights if on_device else None,
-        )
+        sent_weights = weights if on_device else None
+        return Offer(indices, capacity, like, number_of(way), needs_gradient, weights=sent_weights)
 
     def refuse(self, error: Exception) -> NoReturn:
         """Refuse a call in place of :meth:`prepare`, where this rank cannot go on: tell the others,
@@ -278,7 +284,7 @@ class TokenDispatcher:
         they travel. Raises TensorError for another number of tokens, UsageError for a handle of
         another dispatcher, or one of several chunks (see :meth:`run`).
         """
-        self._check(x, None, handle)
+        self._check(handle, x)
         if self.spiller is not None:
             raise UsageError("dispatch: where experts may spill, their weights go along with tokens: use run()")
         chunk = _only_chunk(handle)
@@ -296,8 +302,7 @@ class TokenDispatcher:
 
         Collective. The combine then goes without weights. Raises as :meth:`dispatch` does.
         """
-        self._check_handle(handle)
-        _check_weights_of(handle, weights)
+        self._check(handle, weights=weights)
         return _only_chunk(handle).fetch_weights(_for_backward(weights, handle))
 
     def combine(
@@ -314,8 +319,7 @@ class TokenDispatcher:
         ``beside`` is called while they travel. Raises TensorError for shapes that are not the
         handle's, UsageError for a handle that has come back already.
         """
-        self._check_handle(handle)
-        _check_weights_of(handle, weights)
+        self._check(handle, weights=weights)
         chunk = _only_chunk(handle)
         if handle.use.combined >= handle.use.dispatched:
             raise UsageError(
@@ -352,7 +356,7 @@ class TokenDispatcher:
         """
         stages = self._start(x, handle, experts, weights)
         other = beside() if beside is not None else None
-        stages.compute(experts)
+        stages.compute()
         return stages.finish(), other
 
     def run_in_parts(
@@ -369,7 +373,7 @@ class TokenDispatcher:
         stages = self._start(x, handle, experts, weights)
         others: Sequence[torch.Tensor] = () if beside is None else (beside(),)
         others = stages.carry_on((yield (*stages.crossing(), *others)))
-        stages.compute(experts)
+        stages.compute()
         others = stages.carry_on((yield (*stages.crossing(), *others)))
         return stages.finish(), others[0] if others else None
 
@@ -380,7 +384,7 @@ class TokenDispatcher:
         experts: Experts,
         weights: torch.Tensor | None,
     ) -> ChunkStages:
-        self._check(x, weights, handle)
+        self._check(handle, x, weights)
         if handle.use.dispatched:
             raise UsageError("run: the tokens of this handle have gone already: prepare another")
         handle.use.dispatched = handle.use.combined = 1
@@ -389,21 +393,23 @@ class TokenDispatcher:
             weights = _for_backward(weights, handle)
         return ChunkStages(handle, x, weights, experts, weights_travel=self.weights_travel)
 
-    def _check(self, x: torch.Tensor, weights: torch.Tensor | None, handle: DispatchHandle) -> None:
-        self._check_handle(handle)
-        if x.dim() != 2 or x.shape[0] != handle.num_tokens:
-            raise TensorError(
-                f"{who()}expected the {handle.num_tokens} tokens of the handle as [tokens, hidden], got {list(x.shape)}"
-            )
-        _check_weights_of(handle, weights)
-
-    def _check_handle(self, handle: DispatchHandle) -> None:
+    def _check(
+        self, handle: DispatchHandle, x: torch.Tensor | None = None, weights: torch.Tensor | None = None
+    ) -> None:
         if handle.owner is not self:
             raise UsageError(
                 "the handle was prepared by another dispatcher, perhaps on another group: prepare it on this one"
             )
         if self.slots is not None and handle.placement is not self.slots.placement:
             raise UsageError(f"{who()}experts have moved since the handle was prepared: prepare another")
+        if x is not None and (x.dim() != 2 or x.shape[0] != handle.num_tokens):
+            raise TensorError(
+                f"{who()}expected the {handle.num_tokens} tokens of the handle as [tokens, hidden], got {list(x.shape)}"
+            )
+        if weights is not None:
+            sound = handle.sound_weights  # which prepare() has looked at
+            is_sound = sound is not None and sound() is weights
+            _check_weights(weights, (handle.num_tokens, handle.top_k), is_sound=is_sound)
 
 
 def _only_chunk(handle: DispatchHandle) -> Chunk:
@@ -418,36 +424,6 @@ def _check_weights(weights: torch.Tensor, shape: Sequence[int], *, is_sound: boo
         raise TensorError(f"{who()}weights must be {list(shape)}, got {list(weights.shape)}")
     if not is_sound and not bool(torch.isfinite(weights).all()):
         raise weights_error()
-
-
-def _check_weights_of(handle: DispatchHandle, weights: torch.Tensor | None) -> None:
-    """Check ``weights`` of the handle's choices; those that prepare() saw are not looked at
-    again."""
-    if weights is not None:
-        sound = handle.sound_weights
-        is_sound = sound is not None and sound() is weights
-        _check_weights(weights, (handle.num_tokens, handle.top_k), is_sound=is_sound)
-
-
-def _trained(experts: Experts | None, capacity: int | None) -> tuple[bool, ...]:
-    """Tell which weights of experts that may spill are trained, as on all ranks: their gradients
-    come back. Raises UsageError."""
-    if is_sharded(experts):
-        raise UsageError(
-            f"{who()}experts that FSDP shards cannot spill: no rank has all weights of one; leave them out of fully_shard, or "
-            "spilling out"
-        )
-    if not isinstance(experts, GroupedExperts):
-        raise UsageError(
-            f"{who()}experts spill by sending weights that must be known: expected GroupedExperts as experts=, got "
-            f"{type(experts).__name__}; leave spilling out"
-        )
-    if capacity is not None:
-        raise UsageError(
-            f"{who()}rows are padded to a capacity, so every rank has as many: there is nothing to spill; leave pad_to_capacity "
-            "out, or spilling"
-        )
-    return tuple(weight.requires_grad for weight in experts.weights)
 
 
 def _for_backward(x: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:

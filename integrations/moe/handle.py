@@ -15,7 +15,7 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from commlayer.collectives import Held, Pending
+from commlayer.collectives import Pending
 from commlayer.integrations.moe.agreement import FINEST, HEAD, Offer, neighbours_of, require_agreement
 from commlayer.integrations.moe.dispatch_groups import ExpertGrid, WireGroups
 from commlayer.integrations.moe.lent_experts import LentExperts
@@ -47,10 +47,6 @@ class Chunk(Protocol):
     def expert_rows(self) -> tuple[int, ...]:
         """The rows of each local expert, R together."""
 
-    @staticmethod
-    def require(grid: ExpertGrid, /) -> None:
-        """Raise GroupError where tokens cannot go this way over ``grid``."""
-
     @classmethod
     def chunks(cls, layout: ChoiceCounts, ways: WireGroups, slices: Sequence[int], /) -> tuple[Chunk, ...]:
         """Divide a call's tokens: each chunk gets so many of the FINEST slices. Collective where the
@@ -59,12 +55,8 @@ class Chunk(Protocol):
     def dispatch_preprocess(self, x: torch.Tensor, /) -> torch.Tensor:
         """Permute tokens [T, H] into the rows to send [S, H]."""
 
-    def hold(self, rows: torch.Tensor, /) -> Held:
-        """Hold these rows for a later :meth:`token_dispatch`. The backward pass waits for their gradient
-        here."""
-
-    def token_dispatch(self, rows: torch.Tensor | Held, /) -> Pending:
-        """Start their exchange."""
+    def token_dispatch(self, rows: torch.Tensor, /) -> Pending:
+        """Start their exchange. The backward pass waits for their gradient here."""
 
     def dispatch_postprocess(self, rows: torch.Tensor, /) -> torch.Tensor:
         """Make the rows of the local experts [R, H], sorted by expert, of what arrived. Collective."""
