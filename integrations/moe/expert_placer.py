@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -33,7 +34,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from commlayer.agree.messages import ControlMessage, Peers, from_first, require_alike
-from commlayer.auditing.group_audits import audit_placement
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.expert_migration import (
@@ -43,16 +43,12 @@ from commlayer.integrations.moe.expert_migration import (
 )
 from commlayer.integrations.moe.expert_spilling import require_prices
 from commlayer.integrations.moe.layer import MoELayer
-from commlayer.integrations.moe.migration_times import MigrationTimes, PlacementPromise
-from commlayer.integrations.moe.observed_loads import ObservedLoads
+from commlayer.integrations.moe.migration_times import MigrationTimes, PlacementPromise, note_decision
 from commlayer.integrations.moe.placement_rounds import (
     FAILED,
     MOVE,
-    NOT_YET,
-    LoadSum,
     PlacementAnswer,
-    PlacementSearch,
-    SearchUnderWay,
+    PlacementRounds,
     is_spilling,
     profile_of,
     spills_by_llep,
@@ -67,7 +63,6 @@ from commlayer.profiles.profile import Profile
 from commlayer.scheduler.placement.expert_placement import ExpertPlacement
 from commlayer.scheduler.placement.placement_price import ExpertWork
 from commlayer.settings import Settings
-from commlayer.statistics import PlacementStats, note_placement
 
 __all__ = ["ExpertPlacer"]
 
@@ -90,7 +85,7 @@ class _Nodes(ControlMessage, frozen=True):
     of_ranks: tuple[int, ...]
 
 
-class ExpertPlacer:
+class ExpertPlacer(AbstractContextManager["ExpertPlacer", None]):
     """The placer of a model's experts, called once in every training step, after the optimizer::
 
         model = …                     # with MoELayer(…, mesh=mesh, spare_slots=1)
@@ -140,7 +135,6 @@ class ExpertPlacer:
         self._layers = placed_layers(model)
         self._optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         _check(self._layers, mesh, every, horizon)
-        self._every = every
         self._say = say or say_on_stderr
         for layer in self._layers if every else ():
             prices_by, nodes = profile_of(layer, profile), layer.dispatcher.grid.ep.shape
@@ -166,15 +160,14 @@ class ExpertPlacer:
         peers, timeout_s = Peers.of(self._group.group), Settings.from_environment().timeout_s
         agreed = from_first(_Nodes(node_of), _Nodes, peers, timeout_s, "to make an ExpertPlacer")
         self._node_of = agreed.of_ranks
-        self._loads = ObservedLoads(self._layers if every else (), max(every, 1))
-        self._search = PlacementSearch(self._layers, self._loads, horizon or max(every, 1), profile, work)
-        self._round: LoadSum | SearchUnderWay | None = None
+        pays_within = horizon or max(every, 1)
+        self._rounds = PlacementRounds(self._layers, self._optimizers, self._group, every, pays_within, profile, work)
         self._migration: tuple[ExpertMigration, _Announced] | None = None
         self._migration_times = MigrationTimes(self._group)
         self._steps = 0
-        self._is_off = self._is_closed = False
+        self._is_closed = False
         self.num_migrations = 0
-        self._handles = _hook(self, self._optimizers)
+        self._hooks = _hook(self, self._optimizers)
 
     @property
     def placements(self) -> tuple[ExpertPlacement, ...]:
@@ -199,10 +192,12 @@ class ExpertPlacer:
         if self._is_closed:
             return
         self._migration_times.end_step(is_moving=self.is_moving)
-        if self._every and not self._is_off:
-            self._loads.end_step()
-            if self._migration is None:
-                self._advance_round()
+        if not self._rounds.are_over:
+            self._rounds.loads.end_step()
+            answer = None if self.is_moving else self._rounds.advance()
+            if answer is not None:
+                kind, message, outcome = answer
+                self._hear(kind, message.tolist(), outcome)
         self._migration_times.begin_step()
 
     def move_to(self, placements: Sequence[ExpertPlacement], reason: str = "as told") -> None:
@@ -233,10 +228,8 @@ class ExpertPlacer:
         said = {f"the placement of layer {at}": str(each.slots.tolist()) for at, each in enumerate(settled)}
         if self._group.group is not None:
             require_alike(said, self._group.group, "to move experts")
-        under_way, self._round = self._round, None
-        if under_way is not None:  # the next round finds the group as all ranks know it
-            under_way.wait()
-        self._let_spill()  # what was decided was of other placements
+        self._rounds.drop()  # the next one finds the group as all ranks know it
+        _let_spill(self._layers)  # what was decided was of other placements
         self._start(settled, _Announced(reason))
 
     def close(self) -> None:
@@ -249,30 +242,21 @@ class ExpertPlacer:
         """
         if self._is_closed:
             return
-        migration, under_way = self._migration, self._round
-        self._leave()
-        self._let_spill()
+        migration, self._migration = self._migration, None
+        for undo in self._hooks:
+            undo()
+        self._hooks, self._is_closed = [], True
+        self._rounds.end()
+        for layer in self._layers:
+            slots_of(layer).are_changing = False
         if not dist.is_initialized() or dist.group.WORLD is not self._world:
             return  # the group went with its default group
+        _let_spill(self._layers)
         if migration is not None:
             migration[0].wait()  # all ranks have sent theirs: a group is destroyed with nothing on its way
-        if under_way is not None:
-            under_way.wait()
+        self._rounds.drop()
         self._migration_times.close()
         dist.destroy_process_group(self._group.group)
-
-    def _leave(self) -> None:
-        """Let go of the optimizer, of loads and of what is under way. Sends nothing."""
-        for handle in self._handles:
-            handle()
-        self._handles = []
-        self._round = self._migration = None
-        self._is_off = self._is_closed = True
-        self._loads.close()
-        self._note_changing()
-
-    def __enter__(self) -> ExpertPlacer:
-        return self
 
     def __exit__(
         self,
@@ -280,67 +264,37 @@ class ExpertPlacer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None:
-            self.close()
-        elif not self._is_closed:
-            self._leave()  # others may know of no error, or be gone: the group ends with the default group
+        if error is not None:  # others may know of no error, or be gone: the group ends with the default group
+            self._world = None
+        self.close()
 
-    def _advance_round(self) -> None:
-        """Take the next step of a round of loads, search and answer; begin a round that is due."""
-        under_way = self._round
-        if under_way is None:
-            if self._loads.num_steps >= self._every:
-                self._search.measure(self._optimizers)
-                self._round = LoadSum(self._loads.round(), self._group)
-            return
-        if isinstance(under_way, LoadSum):
-            under_way.wait()
-            self._loads.learn(under_way.counts)
-            size = sum(1 + slots_of(layer).num_slots for layer in self._layers)
-            self._round = SearchUnderWay(self._group, size, self._search.decide)
-            return
-        answer, message = under_way.answer()
-        if answer == NOT_YET:
-            under_way.ask()
-            return
-        self._round = None
-        outcome = under_way.outcome  # on rank 0
-        if answer == FAILED:
-            self._is_off = True
-            self._loads.close()
-            self._let_spill()  # no later decision turns it on again
-            if outcome is not None:
-                say_on_stderr(f"experts stay where they are from now on: {outcome.words}")
-        elif answer == MOVE:
-            self._carry_out(message.tolist(), outcome)
-        elif outcome is not None:
-            self._report(outcome.words, 0, 0)
-
-    def _carry_out(self, message: list[int], outcome: PlacementAnswer | None) -> None:
-        """Carry out what rank 0 has announced: a migration, where experts move, and whether each layer
+    def _hear(self, kind: int, message: list[int], outcome: PlacementAnswer | None) -> None:
+        """Carry out what rank 0 has said: a migration, where experts move, and whether each layer
         spills from then on. No layer ceases to until experts have moved: the busiest rank would get
         all its rows at once."""
-        spills, slots = list(map(bool, message[: len(self._layers)])), message[len(self._layers) :]
-        placements = []
-        for before in self.placements:
-            size = before.slots.size
-            here, slots = np.array(slots[:size], dtype=np.int64), slots[size:]
-            placements.append(ExpertPlacement(here.reshape(before.slots.shape), before.num_experts, before.homes))
-        words, promise = ("", None) if outcome is None else (outcome.words, outcome.promise)
-        if any((new.slots != old.slots).any() for new, old in zip(placements, self.placements, strict=True)):
-            both = zip(spills, self._layers, strict=True)
-            self._let_spill([shall or is_spilling(layer) for shall, layer in both])
-            self._start(placements, _Announced(words, promise, spills))
+        if kind == FAILED:
+            self._rounds.end()
+            _let_spill(self._layers)  # no later decision turns it on again
+            if outcome is not None:
+                say_on_stderr(f"experts stay where they are from now on: {outcome.words}")
             return
-        self._let_spill(spills)
+        words, promise = ("", None) if outcome is None else (outcome.words, outcome.promise)
+        if kind == MOVE:
+            spills, slots = list(map(bool, message[: len(self._layers)])), message[len(self._layers) :]
+            placements = []
+            for before in self.placements:
+                size = before.slots.size
+                here, slots = np.array(slots[:size], dtype=np.int64), slots[size:]
+                placements.append(ExpertPlacement(here.reshape(before.slots.shape), before.num_experts, before.homes))
+            if any((new.slots != old.slots).any() for new, old in zip(placements, self.placements, strict=True)):
+                both = zip(spills, self._layers, strict=True)
+                _let_spill(self._layers, [shall or is_spilling(layer) for shall, layer in both])
+                self._start(placements, _Announced(words, promise, spills))
+                return
+            _let_spill(self._layers, spills)
         if outcome is not None:
-            self._report(words, 0, 0)
-
-    def _let_spill(self, spills: Sequence[bool] | None = None) -> None:
-        """Turn spilling on and off; None: on. Alike on all ranks, between the same two steps."""
-        for index, layer in enumerate(self._layers):
-            if layer.dispatcher.spiller is not None:
-                layer.dispatcher.spiller.is_on = spills is None or spills[index]
+            note_decision(self._steps, 0, 0, moved_bytes(self._layers[0], self._optimizers), words)
+            self._say(f"experts, step {self._steps}: {words}")
 
     def _start(self, placements: Sequence[ExpertPlacement], announced: _Announced) -> None:
         changed = {
@@ -351,11 +305,8 @@ class ExpertPlacer:
         self._migration_times.begins()
         migration = ExpertMigration(self._places, self._optimizers, changed, self._node_of)
         self._migration = migration, announced
-        self._note_changing()
-
-    def _note_changing(self) -> None:
         for layer in self._layers:
-            slots_of(layer).are_changing = self.is_moving
+            slots_of(layer).are_changing = True
 
     def _switch(self) -> None:
         """Switch, where experts are on their way: before the optimizer's step, whose hooks call
@@ -374,34 +325,23 @@ class ExpertPlacer:
         migration, announced = under_way
         migration.switch()
         if announced.spills is not None:
-            self._let_spill(announced.spills)
-        self._note_changing()
+            _let_spill(self._layers, announced.spills)
+        for layer in self._layers:
+            slots_of(layer).are_changing = False
         self.num_migrations += 1
         noted = None
         if not self._group.rank:
-            noted = self._report(announced.reason, migration.num_layers, migration.num_copies)
+            copy_bytes = moved_bytes(self._layers[0], self._optimizers)
+            noted = note_decision(self._steps, migration.num_layers, migration.num_copies, copy_bytes, announced.reason)
+            self._say(f"experts, step {self._steps}: {announced.reason}")
         self._migration_times.switched(migration, noted, announced.promise)
 
-    def _report(self, reason: str, layers: int, copies: int) -> PlacementStats:
-        """Note a decision, on rank 0, and say it."""
-        noted: PlacementStats = {
-            "step": self._steps,
-            "layers": layers,
-            "copies": copies,
-            "copy_bytes": moved_bytes(self._layers[0], self._optimizers),
-            "reason": reason,
-            "promised_migration_us": None,
-            "migration_us": None,
-            "waited_us": None,
-            "step_before_us": None,
-            "promised_step_us": None,
-            "step_us": None,
-        }
-        note_placement(noted)
-        if copies:
-            audit_placement(noted)
-        self._say(f"experts, step {self._steps}: {reason}")
-        return noted
+
+def _let_spill(layers: Sequence[MoELayer], spills: Sequence[bool] | None = None) -> None:
+    """Turn spilling on and off; None: on. Alike on all ranks, between the same two steps."""
+    for index, layer in enumerate(layers):
+        if layer.dispatcher.spiller is not None:
+            layer.dispatcher.spiller.is_on = spills is None or spills[index]
 
 
 def _check(

@@ -26,11 +26,12 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from commlayer.auditing.group_audits import audit_placement
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.moe.expert_migration import ExpertMigration
-from commlayer.statistics import PlacementStats
+from commlayer.statistics import PlacementStats, note_placement
 
-__all__ = ["MigrationTimes", "PlacementPromise"]
+__all__ = ["MigrationTimes", "PlacementPromise", "note_decision"]
 
 _WINDOW, _LEAST = 16, 3
 """The steps of a median, at most and at least."""
@@ -43,6 +44,28 @@ class PlacementPromise:
 
     migration_us: float
     saving_us: float
+
+
+def note_decision(step: int, layers: int, copies: int, copy_bytes: int, reason: str) -> PlacementStats:
+    """Note a decision in the statistics and, where experts move, in the audit: its times are written
+    into what is returned, as they are known."""
+    noted: PlacementStats = {
+        "step": step,
+        "layers": layers,
+        "copies": copies,
+        "copy_bytes": copy_bytes,
+        "reason": reason,
+        "promised_migration_us": None,
+        "migration_us": None,
+        "waited_us": None,
+        "step_before_us": None,
+        "promised_step_us": None,
+        "step_us": None,
+    }
+    note_placement(noted)
+    if copies:
+        audit_placement(noted)
+    return noted
 
 
 class MigrationTimes:

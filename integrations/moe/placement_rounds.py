@@ -5,9 +5,9 @@ in every step whether it has found something.
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from commlayer.collectives import GroupCommunicator
+from commlayer.failures.waits import on_a_thread
 from commlayer.integrations.moe.expert_migration import moved_bytes
 from commlayer.integrations.moe.layer import MoELayer
 from commlayer.integrations.moe.measuring import Measurements, work_of_experts
@@ -33,10 +34,9 @@ __all__ = [
     "MOVE",
     "NOT_YET",
     "STAY",
-    "LoadSum",
     "PlacementAnswer",
+    "PlacementRounds",
     "PlacementSearch",
-    "SearchUnderWay",
     "is_spilling",
     "measured_work",
     "profile_of",
@@ -64,61 +64,90 @@ class PlacementAnswer:
     promise: PlacementPromise | None = None
 
 
-class LoadSum:
-    """The first part of a round: loads are summed over the stage."""
+class PlacementRounds:
+    """The rounds of one placer, one after the other. Ranks take the same steps at the same time.
 
-    def __init__(self, counts: torch.Tensor, group: GroupCommunicator) -> None:
-        self.counts = counts
-        self._work = dist.all_reduce(counts, group=group.group, async_op=True)
-
-    def wait(self) -> None:
-        self._work.wait()
-
-
-class SearchUnderWay:
-    """The second part of a round: rank 0 searches, by ``decide``. ``size``: of an answer's message.
+    Args:
+        layers: whose experts can be placed.
+        optimizers: whose state goes with an expert.
+        group: the ranks of the stage.
+        every: steps between two decisions; 0: there are no rounds.
+        horizon, profile, work: see :class:`PlacementSearch`.
 
     Attributes:
-        outcome: the answer, on rank 0; None: not yet.
+        loads: what has been seen of them.
+        are_over: no other round begins.
     """
 
-    def __init__(self, group: GroupCommunicator, size: int, decide: Callable[[], PlacementAnswer]) -> None:
-        self._group = group
+    def __init__(
+        self,
+        layers: Sequence[MoELayer],
+        optimizers: Sequence[Optimizer],
+        group: GroupCommunicator,
+        every: int,
+        horizon: int,
+        profile: Profile | None,
+        work: ExpertWork | None,
+    ) -> None:
+        self._optimizers, self._group, self._every = optimizers, group, every
+        self.loads = ObservedLoads(layers if every else (), max(every, 1))
+        self._search = PlacementSearch(layers, self.loads, horizon, profile, work)
+        self.are_over = not every
         self._work: dist.Work | None = None
-        self._message = torch.zeros(1 + size, dtype=torch.int64)
-        self.outcome: PlacementAnswer | None = None
-        if not group.rank:
-            name = "commlayer placer"
-            threading.Thread(target=self._search, args=(decide,), name=name, daemon=True).start()
-        self.ask()
+        self._counts: torch.Tensor | None = None  # that are being summed
+        self._outcome: Future[PlacementAnswer] | None = None  # on rank 0
+        self._message = torch.zeros(1 + sum(1 + slots_of(layer).num_slots for layer in layers), dtype=torch.int64)
 
-    def _search(self, decide: Callable[[], PlacementAnswer]) -> None:
-        try:
-            self.outcome = decide()
-        except Exception as error:  # noqa: BLE001  training goes on without it
-            kind = "" if isinstance(error, CommlayerError) else f"{type(error).__name__}: "
-            self.outcome = PlacementAnswer(FAILED, f"{kind}{error}")
+    def advance(self) -> tuple[int, torch.Tensor, PlacementAnswer | None] | None:
+        """Take the next step of a round of loads, search and answer; begin a round that is due.
 
-    def ask(self) -> None:
+        Returns what rank 0 has said, in the step in which all ranks read it: the kind of answer,
+        its message, and, on rank 0, all of it.
+        """
+        if self._work is None:
+            if self.loads.num_steps >= self._every:
+                self._search.measure(self._optimizers)
+                self._counts = self.loads.round()
+                self._work = dist.all_reduce(self._counts, group=self._group.group, async_op=True)
+            return None
+        self._work.wait()
+        if self._counts is not None:
+            self.loads.learn(self._counts)
+            self._counts = None
+            if not self._group.rank:
+                self._outcome = on_a_thread(self._search.decide)
+            self._ask()
+            return None
+        kind = int(self._message[0])
+        if kind == NOT_YET:
+            self._ask()
+            return None
+        outcome = None if self._outcome is None else self._outcome.result()
+        self._work = self._outcome = None
+        return kind, self._message[1:], outcome
+
+    def _ask(self) -> None:
         """Send what rank 0 has found so far to all; nobody waits for it."""
-        if not self._group.rank:
-            self._message.zero_()
-            outcome = self.outcome
-            if outcome is not None:
-                self._message[0] = outcome.kind
-                if outcome.message is not None:
-                    self._message[1:] = torch.as_tensor(outcome.message)
+        self._message.zero_()
+        if self._outcome is not None and self._outcome.done():
+            outcome = self._outcome.result()
+            self._message[0] = outcome.kind
+            if outcome.message is not None:
+                self._message[1:] = torch.as_tensor(outcome.message)
         source = self._group.ranks[0]
         self._work = dist.broadcast(self._message, source, group=self._group.group, async_op=True)
 
-    def answer(self) -> tuple[int, torch.Tensor]:
-        """Return what was sent: whether there is a decision, and which; and its message."""
-        self.wait()
-        return int(self._message[0]), self._message[1:]
+    def end(self) -> None:
+        """Begin no other round, and forget loads. Sends nothing, and waits for nothing."""
+        self.are_over = True
+        self.loads.close()
 
-    def wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()
+    def drop(self) -> None:
+        """Give up the round under way, once what is on its way has come."""
+        work, self._work = self._work, None
+        self._counts = self._outcome = None
+        if work is not None:
+            work.wait()
 
 
 class PlacementSearch:
@@ -163,9 +192,17 @@ class PlacementSearch:
                 layer.dispatcher.spiller.price_by(work)
 
     def decide(self) -> PlacementAnswer:
-        """Search, on the thread of rank 0."""
+        """Search, on a thread of rank 0: training goes on without what fails here."""
+        try:
+            return self._decided()
+        except Exception as error:  # noqa: BLE001  said by the placer
+            kind = "" if isinstance(error, CommlayerError) else f"{type(error).__name__}: "
+            return PlacementAnswer(FAILED, f"{kind}{error}")
+
+    def _decided(self) -> PlacementAnswer:
         placements = [slots_of(layer).placement for layer in self._layers]
         decisions = []
+        spills: list[bool] = []
         for index, counts in enumerate(self._loads.expected(self._horizon)):
             layer = self._layers[index]
             config, spiller = layer.router.config, layer.dispatcher.spiller
@@ -176,10 +213,15 @@ class PlacementSearch:
                 decision_us=0.0 if spiller is None else spiller.decision_us,
             )
             load, prices = LayerLoad(counts, config.top_k), self._prices_of(index)
-            decisions.append(place_layer(load, prices, placements[index], self._horizon, room))
+            decision = place_layer(load, prices, placements[index], self._horizon, room)
+            decisions.append(decision)
+            # By LLEP's rule always; by prices where that was chosen, and where experts stay and
+            # it does already: each call decides for itself, and where nothing would be gained
+            # nothing spills.
+            goes_on = not decision.moves and is_spilling(layer)
+            spills.append(spiller is not None and (not room.may_copy or bool(decision.spilled) or goes_on))
         settled = [each.placement.settled_from(old) for each, old in zip(decisions, placements, strict=True)]
         each_layer = list(zip(self._layers, decisions, strict=True))
-        spills = [_shall_spill(*each) for each in each_layer]
         changes = any(each.moves for each in decisions) or spills != list(map(is_spilling, self._layers))
         promise = PlacementPromise(
             sum(each.chosen.migration_us for each in decisions),
@@ -233,15 +275,6 @@ def is_spilling(layer: MoELayer) -> bool:
 def spills_by_llep(layer: MoELayer) -> bool:
     spiller = layer.dispatcher.spiller
     return spiller is not None and spiller.spilling.rule == "llep"
-
-
-def _shall_spill(layer: MoELayer, decision: PlacementDecision) -> bool:
-    """Whether a layer spills from now on: by LLEP's rule always; by prices where that was chosen,
-    and where experts stay and it does already: each call decides for itself, and where nothing
-    would be gained nothing spills."""
-    if layer.dispatcher.spiller is None:
-        return False
-    return spills_by_llep(layer) or bool(decision.spilled) or (not decision.moves and is_spilling(layer))
 
 
 def _now_us(layer: MoELayer, decision: PlacementDecision) -> float:

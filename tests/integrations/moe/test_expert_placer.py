@@ -114,7 +114,7 @@ def train(
                 refuse_to_load(model, optimizer, mesh)
         if placer is not None and moves:
             assert placer.num_migrations == len(moves)
-            assert placer._loads.num_steps == 0, "nobody decides, and loads are kept for nobody"
+            assert placer._rounds.loads.num_steps == 0, "nobody decides, and loads are kept for nobody"
             kept = optimizer.state_dict()
             optimizer.load_state_dict(kept)
             kept["expert_slots"][0] = ExpertPlacement.in_order(8, mesh.size("ep"), 3).slots.tolist()
@@ -311,12 +311,12 @@ def without_decision() -> tuple[list[str], int]:
                 layer(torch.randn(3, 32)).square().sum().backward()
                 optimizer.step()
                 placer.step()
-                steps_after += placer._is_off
+                steps_after += placer._rounds.are_over
                 if steps_after == 20:
                     break
                 time.sleep(0.01)  # as above
             assert placer.num_migrations == 0
-            return printed, placer._loads.num_steps
+            return printed, placer._rounds.loads.num_steps
 
 
 def test_a_search_that_fails_is_told_once_and_training_goes_on(
