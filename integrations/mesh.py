@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from types import TracebackType
 
@@ -41,7 +42,7 @@ class _Arguments(ControlMessage, frozen=True):
     text: str
 
 
-class FoldedMesh:
+class FoldedMesh(AbstractContextManager["FoldedMesh", None]):
     """Process groups and DeviceMeshes of attention (tp cp dp pp) and MoE layers (etp ep edp pp) over the same ranks.
 
     Ready when constructed. Axes whose groups have the same ranks share one process group (tp 1 and cp 1: one group of the
@@ -224,9 +225,6 @@ class FoldedMesh:
             for group in groups:
                 if group is not self._world:
                     dist.destroy_process_group(group)
-
-    def __enter__(self) -> FoldedMesh:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

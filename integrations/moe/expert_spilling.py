@@ -200,7 +200,15 @@ class ExpertSpiller:
         cells = spilled_cells(before, spilled, self._node_of)
         targets = [part.target for part in parts]
         widened = grid.with_guests([targets.count(rank) for rank in range(grid.ep.size)])
-        own, guests = _numbers_with_guests(grid, widened, targets)
+        # Places are numbered anew, each rank's guests in turn behind its own.
+        own, coming = np.arange(grid.num_experts), []
+        shift = at = 0
+        for each, num_guests in zip(grid.experts, widened.guests, strict=True):
+            own[at : at + each] += shift
+            at += each
+            coming.append(iter(range(at + shift, at + shift + num_guests)))
+            shift += num_guests
+        guests = [next(coming[target]) for target in targets]
         counts = np.zeros((*before.shape[:-1], widened.num_experts), dtype=before.dtype)
         counts[..., own] = before
         for at, place in enumerate(places):
@@ -276,19 +284,6 @@ def require_prices(profile: Profile | None, nodes: Sequence[int], what: str, ins
         exchange_times(profile, tuple(nodes))
     except PlanError as error:
         raise UsageError(f"{who()}{what}: {error}; or {instead}") from error
-
-
-def _numbers_with_guests(grid: ExpertGrid, widened: ExpertGrid, targets: Sequence[int]) -> tuple[Array, list[int]]:
-    """Number places anew, where each rank's guests come behind its own: [P], and of the guests, in
-    turn on each rank."""
-    own, coming = np.arange(grid.num_experts), []
-    shift = at = 0
-    for each, guests in zip(grid.experts, widened.guests, strict=True):
-        own[at : at + each] += shift
-        at += each
-        coming.append(iter(range(at + shift, at + shift + guests)))
-        shift += guests
-    return own, [next(coming[target]) for target in targets]
 
 
 def _renumbered(

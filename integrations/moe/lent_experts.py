@@ -32,12 +32,15 @@ class LentExperts:
         ep: over whose ranks experts lie.
         lent: (place of the expert here, rank that helps), in the order of the decision, which is the same on all ranks.
         guests: the owner of each guest, in the same order.
+
+    Attributes:
+        own: the weights of this rank's own experts, to be computed with: to their gradients those of helpers are added.
     """
 
     def __init__(self, ep: GroupCommunicator, lent: Sequence[tuple[int, int]], guests: Sequence[int]) -> None:
         self._way = _Way(ep, tuple(lent), tuple(guests))
         self._guests: tuple[torch.Tensor, ...] | None = None
-        self._own: tuple[torch.Tensor, ...] = ()
+        self.own: tuple[torch.Tensor, ...] = ()
         self._ties: torch.Tensor | None = None
         """A tensor without elements, by which guests hang together with what was sent, in the graph."""
 
@@ -49,25 +52,20 @@ class LentExperts:
         """Send what is lent of ``weights``, each [L, …]."""
         trained = [weight.requires_grad for weight in weights]
         self._ties, *own = _lend(self._way, *weights)
-        self._own = tuple(
+        self.own = tuple(
             lent if is_trained else weight for lent, weight, is_trained in zip(own, weights, trained, strict=True)
         )
-
-    @property
-    def own(self) -> tuple[torch.Tensor, ...]:
-        """The weights of this rank's own experts, to be computed with: to their gradients those of helpers are added."""
-        return self._own
 
     @property
     def crossing(self) -> tuple[torch.Tensor, ...]:
         """The tensors that stand in the graph between the start and the first use."""
         assert self._ties is not None  # since start()
-        return *self._own, self._ties
+        return *self.own, self._ties
 
     def cut(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Take others for :attr:`crossing`, where a graph is cut there; return what was given beside them."""
-        *own, self._ties = tensors[: len(self._own) + 1]
-        tensors, self._own = tensors[len(self._own) + 1 :], tuple(own)
+        *own, self._ties = tensors[: len(self.own) + 1]
+        tensors, self.own = tensors[len(self.own) + 1 :], tuple(own)
         return tensors
 
     def guests(self) -> tuple[torch.Tensor, ...]:

@@ -88,13 +88,6 @@ class LoadRecorder:
         self._pid = os.getpid()
         atexit.register(self.write)
 
-    def layer(self, num_experts: int, stage: int | None = None) -> LayerRecord:
-        """Make the record of the next layer; ``stage``: of the pipeline, where there are several. How many layers the stages
-        before have is not known here, and layers of one name would be added up."""
-        label = f"layer {len(self.layers)}"
-        self.layers.append(LayerRecord(label if stage is None else f"stage {stage}, {label}", num_experts))
-        return self.layers[-1]
-
     def write(self) -> None:
         """Write what was recorded; nothing where nothing was, and in a child that was forked. Again: the file anew.
 
@@ -122,4 +115,8 @@ def layer_record(grid: ExpertGrid, num_experts: int) -> LayerRecord | None:
         return None
     if folder not in _recorders:
         _recorders[folder] = LoadRecorder(folder, grid.all.ranks[grid.all.rank])
-    return _recorders[folder].layer(num_experts, pipeline_stage(grid.all.group))
+    layers, stage = _recorders[folder].layers, pipeline_stage(grid.all.group)
+    # How many layers the stages before have is not known here, and layers of one name would be added up.
+    label = f"layer {len(layers)}" if stage is None else f"stage {stage}, layer {len(layers)}"
+    layers.append(LayerRecord(label, num_experts))
+    return layers[-1]

@@ -35,7 +35,7 @@ from commlayer.scheduler.dispatch_price import (
     two_level_us,
 )
 from commlayer.scheduler.kept import Kept
-from commlayer.scheduler.overlap import ExpertTimes, choose_slices
+from commlayer.scheduler.overlap import choose_slices
 from commlayer.scheduler.plan import Span
 from commlayer.scheduler.traffic import Traffic
 
@@ -200,10 +200,16 @@ class DispatchPlanner:
 
     def _decide(self, layout: ChoiceCounts, like: torch.Tensor | None, experts: Experts | None) -> DispatchDecision:
         kind, kinds_us, why = self._choose_kind(layout, like)
-        if kind == "two_level" and self._kind == "auto":
-            overlapped = self._overlapped(layout, like, experts, kinds_us)
-            if overlapped is not None:
-                return overlapped
+        is_free = kind == "two_level" and self._kind == "auto" and self._slices is None
+        if is_free and like is not None and experts is not None and not self._why_one_chunk(layout, like, experts):
+            # A flat dispatch in chunks may hide more of itself behind the experts than two levels
+            # save, whose tokens go at once.
+            slices, slices_us = self._choose_slices(layout, like, experts)
+            passes = 1 if layout.needs_gradient else 2  # slices are of both ways
+            two_us = slices_us[_WHOLE] - passes * (kinds_us["all_to_all"] - kinds_us["two_level"])
+            if two_us > slices_us[slices]:
+                why = f"all_to_all: in chunks with the experts predicted {slices_us[slices]:.0f} µs, two_level {two_us:.0f}"
+                return DispatchDecision("all_to_all", slices, kinds_us, slices_us, why)
         if layout.capacity is not None and self._slices not in (None, _WHOLE):
             raise UsageError("rows padded to a capacity go in one chunk: leave chunks out")
         if kind != "all_to_all" or layout.capacity is not None:
@@ -215,23 +221,6 @@ class DispatchPlanner:
             return DispatchDecision(kind, _WHOLE, kinds_us, {}, f"{why}; one chunk: {why_one}")
         slices, slices_us = self._choose_slices(layout, like, experts)
         return DispatchDecision(kind, slices, kinds_us, slices_us, f"{why}; chunks by the experts' times")
-
-    def _overlapped(
-        self, layout: ChoiceCounts, like: torch.Tensor | None, experts: Experts | None, kinds_us: dict[str, float]
-    ) -> DispatchDecision | None:
-        """A flat dispatch in chunks, where its experts hide more of it than two levels save, whose
-        tokens go at once; or None."""
-        if self._slices is not None or like is None or experts is None:
-            return None
-        if self._why_one_chunk(layout, like, experts) is not None:
-            return None
-        slices, slices_us = self._choose_slices(layout, like, experts)
-        passes = 1 if layout.needs_gradient else 2  # slices are of both ways
-        two_us = slices_us[_WHOLE] - passes * (kinds_us["all_to_all"] - kinds_us["two_level"])
-        if two_us <= slices_us[slices]:
-            return None
-        why = f"all_to_all: in chunks with the experts predicted {slices_us[slices]:.0f} µs, two_level {two_us:.0f}"
-        return DispatchDecision("all_to_all", slices, kinds_us, slices_us, why)
 
     def _why_one_chunk(self, layout: ChoiceCounts, like: torch.Tensor | None, experts: Experts | None) -> str | None:
         """Why there is nothing to choose; None where there is."""
@@ -253,11 +242,8 @@ class DispatchPlanner:
         sizes = _rounded(layout.most_rows), _rounded(layout.most_expert_rows)
         key = (*sizes, times, _rows_of(like), like.is_cpu, delays, self._times.neighbours)
         known = self._sliced.get(key)
-        return self._sliced.add(key, self._simulated(layout, like, times, delays)) if known is None else known
-
-    def _simulated(
-        self, layout: ChoiceCounts, like: torch.Tensor, times: ExpertTimes, delays: bool
-    ) -> tuple[tuple[int, ...], dict[tuple[int, ...], float]]:
+        if known is not None:
+            return known
         size, ep_size = layout.most_rows * _row_bytes(like), self._grid.ep.size
         rows_per_byte = layout.most_expert_rows / max(size, 1)
         traffic = Traffic(size, ep_size, link=Resource.INTER, collective="all_to_all_v", nodes=(ep_size,))
@@ -265,13 +251,14 @@ class DispatchPlanner:
         # compute. Where the wire's own latency is a large part of it, this errs towards fewer
         # chunks. An emulated accelerator's host pays it too.
         posting_us = 2 * (self._times.exchange_us(1, None) or 0.0) if like.is_cpu else 0.0
-        return choose_slices(
+        chosen = choose_slices(
             traffic,
             lambda part: self._times.exchange_us(part, _rows_of(like)) or 0.0,
             lambda part: times.at(part * rows_per_byte),
             posting_us=posting_us,
             puts_off=delays,
         )
+        return self._sliced.add(key, chosen)
 
     def _choose_kind(self, layout: ChoiceCounts, like: torch.Tensor | None) -> tuple[str, dict[str, float], str]:
         if self._kind != "auto":
@@ -283,10 +270,15 @@ class DispatchPlanner:
             return "all_to_all", {}, "all_to_all: chunks are asked for"
         each = None if like is None else self._kinds_us(layout, like)
         if like is not None and each is not None:
-            to_beat = {
-                "all_gather": each["all_to_all"],
-                "two_level": self._least_flat_us(layout, like, each["all_to_all"]),
-            }
+            to_beat = {"all_gather": each["all_to_all"], "two_level": each["all_to_all"]}
+            if layout.on_levels is not None:
+                # By the size of its fullest rank all_to_all is predicted; but ranks may share their
+                # node's link. No profile says whether they do, so two levels must win either way.
+                sizes = (layout.most_rows, layout.most_rows_of_nodes)
+                times = _all_known(self._times.exchange_us(size * _row_bytes(like), _rows_of(like)) for size in sizes)
+                if times is not None:
+                    passes = 2 if layout.needs_gradient else 1
+                    to_beat["two_level"] -= passes * 2 * max(0.0, times[0] - times[1])
             faster = [kind for kind, flat_us in to_beat.items() if kind in each and is_worth_it(each[kind], flat_us)]
             kind = min(faster, key=lambda kind: each[kind], default="all_to_all")
             others = ", ".join(f"{other} {each[other]:.0f}" for other in each if other != kind)
@@ -351,17 +343,6 @@ class DispatchPlanner:
                 choices_us=told_us(packed_index_bytes(grid.num_experts)),
             )
         return each
-
-    def _least_flat_us(self, layout: ChoiceCounts, like: torch.Tensor, flat_us: float) -> float:
-        """The least that all_to_all may take, where it is predicted ``flat_us`` by the size of its
-        fullest rank: its ranks may share their node's link. No profile says whether they do, so two
-        levels must win either way."""
-        if layout.on_levels is None:
-            return flat_us
-        sizes = (layout.most_rows, layout.most_rows_of_nodes)
-        times = _all_known(self._times.exchange_us(size * _row_bytes(like), _rows_of(like)) for size in sizes)
-        passes = 2 if layout.needs_gradient else 1
-        return flat_us if times is None else flat_us - passes * 2 * max(0.0, times[0] - times[1])
 
 
 def slices_of(chunks: int | Sequence[int] | str) -> tuple[int, ...]:

@@ -62,30 +62,24 @@ def sum_replica_gradients(module: nn.Module) -> None:
             ep = layer.dispatcher.grid.ep
             groups.setdefault(ep.group, (ep, []))[1].append(layer)
     for ep, layers in groups.values():
-        _sum_over_copies(ep, layers)
-
-
-def _sum_over_copies(ep: GroupCommunicator, layers: list[MoELayer]) -> None:
-    messages = ExpertMessages(ep)
-    shared = [(gradient, ranks) for layer in layers for gradient, ranks in _shared_gradients(layer, ep.rank)]
-    for gradient, ranks in shared:
-        for peer in ranks:
-            if peer != ep.rank:
+        messages = ExpertMessages(ep)
+        shared = [each for layer in layers for each in _shared_gradients(layer)]
+        for gradient, ranks in shared:
+            for peer in set(ranks) - {ep.rank}:
                 messages.send(gradient, peer)
                 messages.receive(gradient, peer)
-    messages.start()
-    messages.wait()
-    came = {peer: iter(messages.received(peer)) for peer in range(ep.size) if peer != ep.rank}
-    for gradient, ranks in shared:
-        parts = [gradient if rank == ep.rank else next(came[rank]) for rank in ranks]
-        dtype = torch.promote_types(gradient.dtype, torch.float32)
-        total = parts[0].to(dtype, copy=True)
-        for part in parts[1:]:
-            total += part
-        gradient.copy_(total)
+        messages.start()
+        messages.wait()
+        came = {peer: iter(messages.received(peer)) for peer in range(ep.size)}
+        for gradient, ranks in shared:
+            parts = [gradient if rank == ep.rank else next(came[rank]) for rank in ranks]
+            total = parts[0].to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+            for part in parts[1:]:
+                total += part
+            gradient.copy_(total)
 
 
-def _shared_gradients(layer: MoELayer, rank: int) -> Iterator[tuple[torch.Tensor, list[int]]]:
+def _shared_gradients(layer: MoELayer) -> Iterator[tuple[torch.Tensor, list[int]]]:
     """The gradients in this rank's slots of experts that lie elsewhere too, and the ranks of all
     their copies: by expert, so that two ranks name what they share in one order."""
     slots = slots_of(layer)

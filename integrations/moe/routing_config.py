@@ -87,7 +87,20 @@ class RouterConfig:
             _require(value in words, f"{name} must be {words[0]!r} or {words[1]!r}, got {value!r}")
         self._check_choice()
         self._check_groups()
-        self._check_devices()
+        _require(
+            self.capacity_factor is not None or not self.pad_to_capacity,
+            "pad_to_capacity needs a capacity_factor: without one there is no capacity to pad to",
+        )
+        devices = self.num_devices
+        per_device = self.device_capacity_factor is not None or self.device_aux_loss_coefficient > 0
+        _require(
+            devices is not None or not per_device,
+            "device_capacity_factor and device_aux_loss_coefficient need num_devices",
+        )
+        _require(
+            devices is None or self.num_experts % devices == 0,
+            f"{self.num_experts} experts on {devices} devices: num_devices must divide num_experts",
+        )
 
     def _check_choice(self) -> None:
         _require(
@@ -121,20 +134,6 @@ class RouterConfig:
         _require(
             self.top_k <= within,
             f"top_k {self.top_k} from {top} groups with {within} experts together: raise top_groups or lower top_k",
-        )
-
-    def _check_devices(self) -> None:
-        if self.num_devices is None:
-            per_device = self.device_capacity_factor is not None or self.device_aux_loss_coefficient > 0
-            _require(not per_device, "device_capacity_factor and device_aux_loss_coefficient need num_devices")
-        else:
-            _require(
-                self.num_experts % self.num_devices == 0,
-                f"{self.num_experts} experts on {self.num_devices} devices: num_devices must divide num_experts",
-            )
-        _require(
-            self.capacity_factor is not None or not self.pad_to_capacity,
-            "pad_to_capacity needs a capacity_factor: without one there is no capacity to pad to",
         )
 
     @property
