@@ -2,10 +2,10 @@
 
 ``GroupCommunicator`` is to layers what ``torch.distributed`` is to trainers. Tensors are [rows, …]; ranks exchange rows.
 The plain verbs return when their result may be used. The ``start_`` verbs return at once, and so do their gradients: the
-backward pass starts a gradient's way back where the forward pass waited, and waits for it where the forward pass started, or
-where what was sent was held (:meth:`GroupCommunicator.hold`). Autograd runs backward what it ran forward, last first, so what
-ran beside the transfer in one pass does in the other too. Verbs with ``_into`` or ``_in_place`` work in memory that the caller
-has, and autograd hears nothing of them. One module for all three forms of a verb, because they share their checks.
+backward pass starts a gradient's way back where the forward pass waited, and waits for it where the forward pass started.
+Autograd runs backward what it ran forward, last first, so what ran beside the transfer in one pass does in the other too.
+Verbs with ``_into`` or ``_in_place`` work in memory that the caller has, and autograd hears nothing of them. One module for all
+three forms of a verb, because they share their checks.
 
 All ranks of the group call the same verbs in the same order, also with zero rows; and where a tensor needs a gradient on one
 rank, it does on all, because the gradient is a collective too. In a group of one rank a result is its input.
@@ -26,10 +26,10 @@ from commlayer.row_calls import IN_PLACE, Everyones, RowCalls, Rows, nodes_of
 from commlayer.scheduler.lanes import LANES, level_of
 from commlayer.scheduler.plan import Span
 from commlayer.scheduler.wire import NATIVE, Wire, WirePolicy
-from commlayer.transfers import Held, Pending, Start, hold, moved, needs_gradient, started
+from commlayer.transfers import Pending, Start, moved, needs_gradient, started
 from commlayer.wire.governor import Governor
 
-__all__ = ["LANES", "Exchange", "GroupCommunicator", "Held", "Pending"]
+__all__ = ["LANES", "Exchange", "GroupCommunicator", "Pending"]
 
 
 class Exchange:
@@ -208,17 +208,9 @@ class GroupCommunicator:
 
     # Started, and waited for later
 
-    def hold(self, x: torch.Tensor) -> Held:
-        """``x``, for one ``start_`` verb later on: the backward pass waits for its gradient here, not where it is sent.
-
-        What the forward pass runs between the two then runs before the wait. Nothing but the verb may use what is held.
-        For one call; the verb raises UsageError at a second.
-        """
-        return hold(x) if self.size > 1 else Held(x, None)
-
     def start_all_to_all(
         self,
-        x: torch.Tensor | Held,
+        x: torch.Tensor,
         send_rows: Rows = None,
         receive_rows: Rows = None,
         *,
@@ -229,11 +221,11 @@ class GroupCommunicator:
         """Start :meth:`all_to_all`; ``x`` must not change before the wait. Differentiable once."""
         return self._start(x, *self._exchanging(send_rows, receive_rows, most_rows, over, everyones))
 
-    def start_all_gather(self, x: torch.Tensor | Held, rows: Rows = None) -> Pending:
+    def start_all_gather(self, x: torch.Tensor, rows: Rows = None) -> Pending:
         """Start :meth:`all_gather`; ``x`` must not change before the wait. Differentiable once."""
         return self._start(x, *self._gathering(rows))
 
-    def start_reduce_scatter(self, x: torch.Tensor | Held, rows: Rows = None) -> Pending:
+    def start_reduce_scatter(self, x: torch.Tensor, rows: Rows = None) -> Pending:
         """Start :meth:`reduce_scatter`; ``x`` must not change before the wait. Differentiable once."""
         return self._start(x, *self._scattering(rows))
 
@@ -363,15 +355,11 @@ class GroupCommunicator:
             return forward(x).wait()
         return moved(x, lambda t: forward(t).wait(), lambda t: backward(t).wait())
 
-    def _start(self, x: torch.Tensor | Held, forward: Start, backward: Start) -> Pending:
+    def _start(self, x: torch.Tensor, forward: Start, backward: Start) -> Pending:
         if self.size > 1:
             return started(x, forward, backward)
-
-        def stay(x: torch.Tensor, _: object) -> Pending:
-            forward(x)  # for its checks
-            return Pending(x, None)
-
-        return x.send(stay) if isinstance(x, Held) else stay(x, None)
+        forward(x)  # for its checks
+        return Pending(x, None)
 
 
 def _policy(policy: WirePolicy | None) -> WirePolicy | None:

@@ -1,12 +1,12 @@
 """Transfers between ranks as part of autograd's graph: made at once, or started in one place and waited for in another.
 
-A transfer that is started is two nodes, and three where what it sends was held before::
+A transfer that is started is two nodes::
 
-    forward    hold ──► start ──► wait
-    backward   wait ◄── (pass on) ◄── start
+    forward    start ──► wait
+    backward   wait ◄── start
 
-so that its gradient's way back is started where the forward pass waited, and waited for where the forward pass started, or
-held. Between the two the gradient is not there yet: nothing but these nodes may see it.
+so that its gradient's way back is started where the forward pass waited, and waited for where the forward pass started.
+Between the two the gradient is not there yet: nothing but these nodes may see it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from commlayer.profiles.errors import UsageError
 
-__all__ = ["Held", "Move", "Pending", "Start", "differentiable_once", "hold", "moved", "needs_gradient", "started"]
+__all__ = ["Move", "Pending", "Start", "differentiable_once", "moved", "needs_gradient", "started"]
 
 Move = Callable[[torch.Tensor], torch.Tensor]
 _Result = TypeVar("_Result")
@@ -103,54 +103,17 @@ class Pending:
 Start = Callable[[torch.Tensor], Pending]
 
 
-class Held:
-    """A tensor that one ``start_`` verb is to send later. Made by :meth:`commlayer.collectives.GroupCommunicator.hold`."""
-
-    __slots__ = ("_sent", "_way", "tensor")
-
-    def __init__(self, tensor: torch.Tensor, way: _Way | None, sent: list[bool] | None = None) -> None:
-        self.tensor, self._way = tensor, way
-        self._sent = [False] if sent is None else sent
-
-    def with_tensor(self, tensor: torch.Tensor) -> Held:
-        """Return the same transfer, with something made of the tensor that passes its gradient on untouched, such as a
-        probe.
-        """
-        return Held(tensor, self._way, self._sent)
-
-    def send(self, begin: Callable[[torch.Tensor, _Way | None], Pending]) -> Pending:
-        """Send the tensor by ``begin``. UsageError at a second time; what is refused has not been sent."""
-        if self._sent[0]:
-            raise UsageError("what was held has been sent already: hold it again for another call")
-        pending = begin(self.tensor, self._way)
-        self._sent[0] = True
-        return pending
-
-
-def hold(x: torch.Tensor) -> Held:
-    """Hold ``x`` for one :func:`started`: the backward pass waits for its gradient here."""
-    if not needs_gradient(x):
-        return Held(x, None)
-    way = _Way()
-    return Held(_apply_hold(x, way), way)
-
-
 def moved(x: torch.Tensor, forward: Move, backward: Move) -> torch.Tensor:
     """Return ``forward(x)``, a linear map between ranks, whose gradient takes the way ``backward``. Differentiable twice."""
     return cast("torch.Tensor", cast("Any", _Moved).apply(x, forward, backward))
 
 
-def started(x: torch.Tensor | Held, forward: Start, backward: Start) -> Pending:
-    """Start ``forward(x)``, whose gradient goes by ``backward``. UsageError for what was held and has been sent."""
-
-    def begin(x: torch.Tensor, held: _Way | None) -> Pending:
-        if not needs_gradient(x):
-            return forward(x)
-        way = held or _Way(is_held=False)
-        way.set(forward, backward)
-        return Pending(_apply_start(x, way), None, lambda t: _apply_wait(t, way))
-
-    return x.send(begin) if isinstance(x, Held) else begin(x, None)
+def started(x: torch.Tensor, forward: Start, backward: Start) -> Pending:
+    """Start ``forward(x)``, whose gradient goes by ``backward``."""
+    if not needs_gradient(x):
+        return forward(x)
+    way = _Way(forward, backward)
+    return Pending(_apply_start(x, way), None, lambda t: _apply_wait(t, way))
 
 
 def needs_gradient(x: torch.Tensor) -> bool:
@@ -172,34 +135,18 @@ class _Moved(torch.autograd.Function):
 class _Way:
     """There and back: how a transfer and its gradient's are started, and whichever is under way."""
 
-    __slots__ = ("_backward", "_forward", "_pending", "is_held")
+    __slots__ = ("_backward", "_forward", "_pending")
 
-    def __init__(self, *, is_held: bool = True) -> None:
-        self.is_held = is_held
-        self._forward: Start | None = None
-        self._backward: Start | None = None
+    def __init__(self, forward: Start, backward: Start) -> None:
+        self._forward, self._backward = forward, backward
         self._pending: Pending | None = None
 
-    def set(self, forward: Start, backward: Start) -> None:
-        self._forward, self._backward = forward, backward
-
     def go(self, x: torch.Tensor) -> torch.Tensor:
-        assert self._forward is not None  # whoever starts has said how
         self._pending = self._forward(x)
         return self._pending.unfinished
 
     def come_back(self, gradient: torch.Tensor) -> None:
-        assert self._backward is not None
         self._pending = self._backward(gradient)
-
-    @property
-    def unfinished(self) -> torch.Tensor:
-        assert self._pending is not None
-        return self._pending.unfinished
-
-    @property
-    def is_under_way(self) -> bool:
-        return self._pending is not None
 
     def wait(self) -> torch.Tensor:
         assert self._pending is not None  # whoever waits comes after whoever started
@@ -208,23 +155,8 @@ class _Way:
         return result
 
 
-class _Hold(torch.autograd.Function):
-    """In the backward pass waits for what :class:`_Started` has passed on unfinished."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, way: _Way) -> torch.Tensor:
-        ctx.way = way
-        return x.view_as(x)
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.way.wait() if ctx.way.is_under_way else gradient, None
-
-
 class _Started(torch.autograd.Function):
-    """Starts in the forward pass; in the backward pass waits for the gradient that :class:`_Waited` has started, unless
-    :class:`_Hold` will."""
+    """Starts in the forward pass; in the backward pass waits for the gradient that :class:`_Waited` has started."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, way: _Way) -> torch.Tensor:
@@ -234,9 +166,7 @@ class _Started(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        # Anomaly detection looks for NaN in whatever a function returns, also in memory that is not filled yet.
-        is_passed_on = ctx.way.is_held and not torch.is_anomaly_enabled()
-        return ctx.way.unfinished if is_passed_on else ctx.way.wait(), None
+        return ctx.way.wait(), None
 
 
 class _Waited(torch.autograd.Function):
@@ -254,6 +184,5 @@ class _Waited(torch.autograd.Function):
         return gradient, None
 
 
-_apply_hold: Callable[[torch.Tensor, _Way], torch.Tensor] = cast("Any", _Hold.apply)
 _apply_start: Callable[[torch.Tensor, _Way], torch.Tensor] = cast("Any", _Started.apply)
 _apply_wait: Callable[[torch.Tensor, _Way], torch.Tensor] = cast("Any", _Waited.apply)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from commlayer.collectives import GroupCommunicator, Pending
 from commlayer.integrations import planned_group
-from commlayer.profiles.errors import TensorError, UsageError
+from commlayer.profiles.errors import UsageError
 from commlayer.testing.plugin import ClusterFactory
 
 
@@ -27,7 +27,7 @@ def started_against_plain() -> None:
     ep = start()
     generator = torch.Generator().manual_seed(ep.rank)
     uneven = [rank + 1 for rank in range(ep.size)]
-    for verb, is_held, rows in ((v, h, r) for v in VERBS for h in (False, True) for r in (None, uneven)):
+    for verb, rows in ((v, r) for v in VERBS for r in (None, uneven)):
         given: list[Any] = [rows]
         if verb == "all_gather":
             x = torch.randn(3 if rows is None else rows[ep.rank], 5, generator=generator)
@@ -36,7 +36,7 @@ def started_against_plain() -> None:
         if verb == "all_to_all":  # every rank sends each rank r its r + 1 rows
             given.append(None if rows is None else [rows[ep.rank]] * ep.size)
         mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
-        pending = getattr(ep, f"start_{verb}")(ep.hold(mine * 2) if is_held else mine * 2, *given)
+        pending = getattr(ep, f"start_{verb}")(mine * 2, *given)
         out, expected = pending.wait(), getattr(ep, verb)(theirs * 2, *given)
         assert torch.equal(out, expected)
         gradient = torch.randn(out.shape, generator=generator)
@@ -109,7 +109,7 @@ class Noted(torch.autograd.Function):
         return gradient * 3
 
 
-def order(is_held: bool, is_checked: bool) -> tuple[list[str], torch.Tensor]:
+def order(is_checked: bool) -> tuple[list[str], torch.Tensor]:
     ep = start()
     wait = Pending.wait
 
@@ -120,9 +120,8 @@ def order(is_held: bool, is_checked: bool) -> tuple[list[str], torch.Tensor]:
 
     Pending.wait = watched  # type: ignore[method-assign, assignment]  # in this rank's process
     x = torch.full((ep.size, 2), float(ep.rank), requires_grad=True)
-    sent = ep.hold(x * 1) if is_held else None
-    beside = cast("Any", Noted.apply)(x)  # between what is held and where it is sent
-    pending = ep.start_all_to_all(x * 1 if sent is None else sent)
+    pending = ep.start_all_to_all(x * 1)
+    beside = cast("Any", Noted.apply)(x)
     out = pending.wait() + beside
     LOG.clear()
     with torch.autograd.set_detect_anomaly(is_checked):
@@ -131,47 +130,21 @@ def order(is_held: bool, is_checked: bool) -> tuple[list[str], torch.Tensor]:
     return LOG, x.grad
 
 
-@pytest.mark.parametrize(
-    ("is_held", "is_checked", "expected"),
-    [(False, False, ["wait", "beside"]), (True, False, ["beside", "wait"]), (True, True, ["wait", "beside"])],
-    ids=["not held", "held", "held, with anomaly detection"],
-)
-def test_the_backward_pass_waits_where_rows_were_held(
-    emulated_cluster: ClusterFactory, is_held: bool, is_checked: bool, expected: list[str]
-) -> None:
+@pytest.mark.parametrize("is_checked", [False, True], ids=["plain", "with anomaly detection"])
+def test_the_backward_pass_waits_where_rows_were_sent(emulated_cluster: ClusterFactory, is_checked: bool) -> None:
     """Anomaly detection reads what a function returns, so that it must be there."""
-    for log, gradient in emulated_cluster(1, 2).run(order, is_held, is_checked):
-        assert log == expected
+    for log, gradient in emulated_cluster(1, 2).run(order, is_checked):
+        assert log == ["beside", "wait"]
         assert torch.equal(gradient, torch.full((2, 2), 4.0))
-
-
-def held_twice() -> None:
-    ep = start()
-    for needs_gradient in (False, True):
-        x = torch.ones(ep.size, 2, requires_grad=needs_gradient)
-        held = ep.hold(x * 1)
-        with pytest.raises(TensorError, match="rows"):  # which is not sent then
-            ep.start_all_to_all(held, [0] * ep.size)
-        first = ep.start_all_to_all(held).wait()
-        with pytest.raises(UsageError, match="hold it again"):
-            ep.start_all_to_all(held)
-        if needs_gradient:
-            first.sum().backward()
-            assert torch.equal(cast("torch.Tensor", x.grad), torch.ones(ep.size, 2))
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_what_is_held_is_sent_once(emulated_cluster: ClusterFactory, ranks: int) -> None:
-    emulated_cluster(1, ranks).run(held_twice)
 
 
 def twice_differentiated() -> None:
     """The gradient of a sum needs none itself, so that torch's own decorator notices nothing."""
     ep = start()
     x = torch.ones(ep.size, 2, requires_grad=True)
-    for out in (ep.start_all_to_all(x * x).wait(), ep.start_all_to_all(ep.hold(x * x)).wait()):
-        with pytest.raises(UsageError, match="create_graph"):
-            torch.autograd.grad(out.sum(), x, create_graph=True)
+    out = ep.start_all_to_all(x * x).wait()
+    with pytest.raises(UsageError, match="create_graph"):
+        torch.autograd.grad(out.sum(), x, create_graph=True)
     out = ep.all_to_all(x**3)
     (first,) = torch.autograd.grad(out.sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
@@ -186,16 +159,16 @@ def freed_and_written_over() -> None:
     """The gradients that autograd has passed on and dropped, while it is still on its way."""
     ep = start()
     x = torch.full((ep.size * 4096, 64), float(ep.rank + 1), requires_grad=True)
-    held = ep.hold(x * 1)
+    pending = ep.start_all_to_all(x * 1)
     other = cast("Any", Overwriting).apply(x)
-    out = ep.start_all_to_all(held).wait() * (ep.rank + 1) + other * 0
+    out = pending.wait() * (ep.rank + 1) + other * 0
     out.sum().backward()
     expected = torch.arange(1.0, ep.size + 1).repeat_interleave(4096)[:, None].expand(-1, 64)
     assert torch.equal(cast("torch.Tensor", x.grad), expected)
 
 
 class Overwriting(torch.autograd.Function):
-    """In the backward pass, between what is started and where it is held, takes memory and writes to it."""
+    """In the backward pass, between what is started and where it is waited for, takes memory and writes to it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
