@@ -18,7 +18,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -26,44 +25,19 @@ from torch.optim import Optimizer
 
 from commlayer.collectives import GroupCommunicator
 from commlayer.failures.waits import on_a_thread
-from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.expert_messages import ExpertMessages
 from commlayer.integrations.moe.layer import MoELayer
 from commlayer.integrations.moe.replica_gradients import slots_of
 from commlayer.scheduler.placement.expert_placement import ExpertMove, ExpertPlacement
 
-__all__ = ["ExpertMigration", "StagePlaces", "moved_bytes", "optimizer_of"]
-
-
-@dataclass(frozen=True)
-class StagePlaces:
-    """The ranks of one pipeline stage by their places in EDP and EP, of this one's place in ETP: as
-    members of ``group``."""
-
-    group: GroupCommunicator
-    edp: int
-    ep: int
-    members: tuple[tuple[int, ...], ...]
-    """[EDP, EP]."""
-
-    @classmethod
-    def of(cls, mesh: FoldedMesh, group: GroupCommunicator) -> StagePlaces:
-        ranks = mesh.moe_mesh.mesh
-        names = mesh.moe_mesh.mesh_dim_names
-        assert names is not None  # of a FoldedMesh
-        for axis in ("pp", "etp"):
-            ranks = ranks.movedim(names.index(axis), 0)[mesh.rank(axis)]
-            names = tuple(name for name in names if name != axis)
-        ranks = ranks.movedim(names.index("edp"), 0)
-        members = tuple(tuple(group.ranks.index(rank) for rank in row) for row in ranks.tolist())
-        return cls(group, mesh.rank("edp"), mesh.rank("ep"), members)
+__all__ = ["ExpertMigration", "moved_bytes", "optimizer_of"]
 
 
 class ExpertMigration:
     """One migration, of several layers at once. Sent when it is made; :meth:`switch` ends it.
 
     Args:
-        places: the ranks of this stage.
+        group: the ranks of this stage, those of EP among them.
         optimizers: all of them; those that have no expert do no harm.
         placements: the new one of each layer, with experts that stay in their slots
             (:meth:`~commlayer.scheduler.placement.expert_placement.ExpertPlacement.settled_from`),
@@ -85,19 +59,19 @@ class ExpertMigration:
 
     def __init__(
         self,
-        places: StagePlaces,
+        group: GroupCommunicator,
         optimizers: Sequence[Optimizer],
         placements: Mapping[MoELayer, ExpertPlacement],
         node_of: Sequence[int],
     ) -> None:
         import numpy as np
 
-        self._places, self._optimizers = places, optimizers
+        self._group, self._optimizers = group, optimizers
         self._placements = dict(placements)
         self._moves: dict[MoELayer, tuple[ExpertMove, ...]] = {}
         for layer, placement in self._placements.items():
             self._moves[layer] = placement.moves_from(slots_of(layer).placement, np.asarray(node_of))
-        self._state = ExpertMessages(places.group)
+        self._state = ExpertMessages(group)
         for layer in self._placements:
             for parameter in layer.experts.parameters():
                 for stack in _state_of(parameter, optimizers):
@@ -132,7 +106,7 @@ class ExpertMigration:
         """
         began_s = time.perf_counter()
         self.wait()
-        gradients = ExpertMessages(self._places.group)
+        gradients = ExpertMessages(self._group)
         for layer in self._placements:
             for parameter in layer.experts.parameters():
                 if parameter.requires_grad:
@@ -152,19 +126,19 @@ class ExpertMigration:
     def _name(self, messages: ExpertMessages, layer: MoELayer, stack: torch.Tensor) -> None:
         """Name what goes from and to this rank of one stack of experts: in one order on all
         ranks."""
-        places, before, after = self._places, slots_of(layer).placement, self._placements[layer]
+        ep, before, after = layer.dispatcher.grid.ep, slots_of(layer).placement, self._placements[layer]
         for move in self._moves[layer]:
-            if places.ep == move.source:
+            if ep.rank == move.source:
                 slot = before.slots[move.source].tolist().index(move.expert)
-                messages.send(stack[slot], places.members[places.edp][move.target])
-            if places.ep == move.target:
+                messages.send(stack[slot], self._group.ranks.index(ep.ranks[move.target]))
+            if ep.rank == move.target:
                 slot = after.slots[move.target].tolist().index(move.expert)
-                messages.receive(stack[slot], places.members[places.edp][move.source])
+                messages.receive(stack[slot], self._group.ranks.index(ep.ranks[move.source]))
 
     def _clear(self, layer: MoELayer, placement: ExpertPlacement) -> None:
         """Make the slots zero from which an expert has gone: weights, state and gradients."""
-        before = slots_of(layer).placement.slots[self._places.ep].tolist()
-        after = placement.slots[self._places.ep].tolist()
+        rank = slots_of(layer).rank
+        before, after = (each.slots[rank].tolist() for each in (slots_of(layer).placement, placement))
         gone = [slot for slot, (was, now) in enumerate(zip(before, after, strict=True)) if was >= 0 > now]
         for parameter in layer.experts.parameters():
             stacks = _state_of(parameter, self._optimizers)

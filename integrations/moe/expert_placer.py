@@ -36,11 +36,7 @@ from torch.optim import Optimizer
 from commlayer.agree.messages import ControlMessage, Peers, from_first, require_alike
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.mesh import FoldedMesh
-from commlayer.integrations.moe.expert_migration import (
-    ExpertMigration,
-    StagePlaces,
-    moved_bytes,
-)
+from commlayer.integrations.moe.expert_migration import ExpertMigration, moved_bytes
 from commlayer.integrations.moe.expert_spilling import require_prices
 from commlayer.integrations.moe.layer import MoELayer
 from commlayer.integrations.moe.migration_times import MigrationTimes, PlacementPromise, note_decision
@@ -150,7 +146,6 @@ class ExpertPlacer(AbstractContextManager["ExpertPlacer", None]):
         groups = [dist.new_group(list(ranks), backend="commlayer", group_desc="expert placement") for ranks in stages]
         (own,) = (each for each, ranks in zip(groups, stages, strict=True) if dist.get_rank() in ranks)
         self._group, self._world = GroupCommunicator(own, "dp"), dist.group.WORLD
-        self._places = StagePlaces.of(mesh, self._group)
         # As rank 0 has them: other expert groups may lie otherwise.
         nodes_of_ep = self._layers[0].dispatcher.grid.ep.nodes
         node_of = tuple(
@@ -297,13 +292,10 @@ class ExpertPlacer(AbstractContextManager["ExpertPlacer", None]):
             self._say(f"experts, step {self._steps}: {words}")
 
     def _start(self, placements: Sequence[ExpertPlacement], announced: _Announced) -> None:
-        changed = {
-            layer: placement
-            for layer, placement in zip(self._layers, placements, strict=True)
-            if (placement.slots != slots_of(layer).placement.slots).any()
-        }
+        both = zip(self._layers, placements, strict=True)
+        changed = {layer: new for layer, new in both if (new.slots != slots_of(layer).placement.slots).any()}
         self._migration_times.begins()
-        migration = ExpertMigration(self._places, self._optimizers, changed, self._node_of)
+        migration = ExpertMigration(self._group, self._optimizers, changed, self._node_of)
         self._migration = migration, announced
         for layer in self._layers:
             slots_of(layer).are_changing = True
@@ -344,12 +336,7 @@ def _let_spill(layers: Sequence[MoELayer], spills: Sequence[bool] | None = None)
             layer.dispatcher.spiller.is_on = spills is None or spills[index]
 
 
-def _check(
-    layers: Sequence[MoELayer],
-    mesh: FoldedMesh,
-    every: int,
-    horizon: int | None,
-) -> None:
+def _check(layers: Sequence[MoELayer], mesh: FoldedMesh, every: int, horizon: int | None) -> None:
     if not layers:
         raise UsageError("no MoE layer of the model can be placed: make it with spare_slots=0, or more for copies")
     if every < 0 or (horizon is not None and horizon < 1):
