@@ -25,7 +25,6 @@ __all__ = [
     "Offer",
     "agree_on_experts",
     "check_capacity",
-    "neighbours_of",
     "number_of",
     "number_of_wire",
     "require_agreement",
@@ -46,13 +45,13 @@ HEAD = (
     "grad mode",
     "needs a gradient",
     "refusal",
-    "neighbours",
+    "neighbours of EP",
+    "neighbours of ETP",
 )
 """The fields that go before the counts. From ``choices`` to ``grad mode`` all ranks must say the same: else one would
 hang in the rows.
 """
 _AGREED = slice(HEAD.index("choices"), HEAD.index("needs a gradient"))
-_SIBLING_BITS = 20
 _PRIME = (1 << 61) - 1
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -105,22 +104,16 @@ class Offer:
             hidden = self.like.shape[-1]
             dtype = _DTYPES.index(self.like.dtype) if self.like.dtype in _DTYPES else len(_DTYPES)
         head = [grid.ep.rank, grid.etp.rank, *self.indices.shape, -1 if self.capacity is None else self.capacity]
-        head += [hidden, dtype, self.way, torch.is_grad_enabled(), self.needs_gradient, 0]
-        head += [_number_of_neighbours(grid)]
+        head += [hidden, dtype, self.way, torch.is_grad_enabled(), self.needs_gradient, 0, *_neighbours(grid)]
         reached = torch.zeros(grid.num_reached, dtype=torch.int64)
         reached[: len(seen.reached)] = seen.reached
         return torch.cat([torch.tensor(head), counts.reshape(-1), reached])
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # a process group is opaque to the compiler
-def _number_of_neighbours(grid: ExpertGrid) -> int:
-    """Number how many groups EP's and ETP's share a node with, on this rank: on others they may be other groups."""
-    return grid.ep.siblings << _SIBLING_BITS | grid.etp.siblings
-
-
-def neighbours_of(number: int) -> tuple[int, int]:
-    """The siblings of a rank's EP group and of its ETP group, as they stand in its head."""
-    return number >> _SIBLING_BITS, number & ((1 << _SIBLING_BITS) - 1)
+def _neighbours(grid: ExpertGrid) -> tuple[int, int]:
+    """How many groups EP's and ETP's share a node with, on this rank: on others they may be other groups."""
+    return grid.ep.siblings, grid.etp.siblings
 
 
 def require_agreement(grid: ExpertGrid, offer: Offer, everyone: torch.Tensor) -> None:

@@ -291,7 +291,7 @@ class GroupedExperts(nn.Module):
                 f"expert width {width} over ETP {etp_size}: ETP must divide it; the nearest that does is {fitting[-1]}"
             )
         self.hidden, self.width, self.first, self.count = hidden, width, first, count
-        shard = slice(etp_rank * (width // etp_size), (etp_rank + 1) * (width // etp_size))
+        self._shard = shard = slice(etp_rank * (width // etp_size), (etp_rank + 1) * (width // etp_size))
         drawn: tuple[list[torch.Tensor], ...] = ([], [], [])
         for expert in self.numbers:
             generator = torch.Generator().manual_seed(seed * 1_000_003 + max(expert, 0))

@@ -16,7 +16,7 @@ from typing import ClassVar, Protocol
 import torch
 
 from commlayer.collectives import Pending
-from commlayer.integrations.moe.agreement import FINEST, HEAD, Offer, neighbours_of, require_agreement
+from commlayer.integrations.moe.agreement import FINEST, HEAD, Offer, require_agreement
 from commlayer.integrations.moe.dispatch_groups import ExpertGrid, WireGroups
 from commlayer.integrations.moe.lent_experts import LentExperts
 from commlayer.integrations.moe.levels import RowsOnLevel
@@ -157,7 +157,7 @@ class ChoiceCounts:
         needs_gradient = bool(everyone[:, HEAD.index("needs a gradient")].any())
         on_levels = None if grid.levels is None else RowsOnLevel.of_call(grid.levels, reached[:, 0])
         tokens = tuple(everyone[:, 2].tolist())
-        neighbours = tuple(map(neighbours_of, everyone[:, HEAD.index("neighbours")].tolist()))
+        neighbours = tuple(map(tuple, everyone[:, HEAD.index("neighbours of EP") : len(HEAD)].tolist()))
         return cls(grid, offer.indices, offer.capacity, tokens, counts, needs_gradient, on_levels, neighbours)
 
     @cached_property
