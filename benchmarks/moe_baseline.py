@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F  # noqa: N812  torch's own name for it
 
-from commlayer.collectives import Held
 from commlayer.integrations.moe.handle import Chunk
 from commlayer.integrations.moe.layer import MoELayer
 
@@ -201,17 +200,13 @@ class _WatchedChunk:
     """A chunk whose phases are charged; for the rest it is ``chunk``."""
 
     def __init__(self, chunk: Chunk, clock: Clock) -> None:
-        self._chunk, self._clock = chunk, clock
+        self._chunk = chunk
         self.dispatch_preprocess = _local(clock, chunk.dispatch_preprocess)
         self.dispatch_postprocess = _local(clock, chunk.dispatch_postprocess)
         self.combine_preprocess = _local(clock, chunk.combine_preprocess)
         self.combine_postprocess = _local(clock, chunk.combine_postprocess)
         self.token_dispatch = _remote(clock, "dispatch", chunk.token_dispatch)
         self.token_combine = _remote(clock, "combine", chunk.token_combine)
-
-    def hold(self, x: torch.Tensor) -> Held:
-        """Mark where the backward pass waits for what comes back of a dispatch."""
-        return self._chunk.hold(_mark(x, self._clock, "dispatch", True))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._chunk, name)
@@ -222,9 +217,8 @@ def _local(clock: Clock, call: Callable[..., torch.Tensor]) -> Callable[..., tor
 
 
 def _remote(clock: Clock, label: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    def started(x: torch.Tensor | Held, *rest: Any) -> _Watched:
-        marked = _mark(x.tensor if isinstance(x, Held) else x, clock, label, True)
-        pending = call(x.with_tensor(marked) if isinstance(x, Held) else marked, *rest)
+    def started(x: torch.Tensor, *rest: Any) -> _Watched:
+        pending = call(_mark(x, clock, label, True), *rest)
         clock.charge(label)
         return _Watched(pending, clock, label)
 

@@ -8,8 +8,7 @@ numbers of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -81,10 +80,8 @@ def synchronise_gradients(module: nn.Module, mesh: FoldedMesh | None, wire: Wire
             continue
         for of_dtype in gradients:
             compressed = compressed_axis(mesh, axis, policy)
-            if compressed is None:
-                _sum_flat(of_dtype, GroupCommunicator(mesh.group(axis), "dp").all_reduce)
-            else:
-                _sum_flat(of_dtype, partial(_sum_compressed, compressed))
+            group = compressed or GroupCommunicator(mesh.group(axis), "dp")
+            _sum_flat(of_dtype, group, in_format=compressed is not None)
     sum_over_etp(list(replicated_parameters(module, "etp")), mesh)
     sum_replica_gradients(module)
 
@@ -105,14 +102,14 @@ def reduce_replicated_gradients(module: nn.Module, group: GroupCommunicator, ove
     parameters = list(replicated_parameters(module, over))
     _refuse_summed(module, parameters, group.ranks, "reduce_replicated_gradients")
     for of_dtype in _gradients_by_dtype(parameters):
-        _sum_flat(of_dtype, group.all_reduce)
+        _sum_flat(of_dtype, group)
 
 
 def sum_over_etp(parameters: Iterable[nn.Parameter], mesh: FoldedMesh | None) -> None:
     """Sum the gradients of ``parameters`` over etp, in place: experts' that its ranks hold whole and use on their own rows."""
     if mesh is not None and mesh.size("etp") > 1:
         for of_dtype in _gradients_by_dtype(parameters):
-            _sum_flat(of_dtype, GroupCommunicator(mesh.group("etp"), "ep").all_reduce)
+            _sum_flat(of_dtype, GroupCommunicator(mesh.group("etp"), "ep"))
 
 
 def _refuse_summed(module: nn.Module, parameters: Iterable[nn.Parameter], ranks: Sequence[int], what: str) -> None:
@@ -139,15 +136,14 @@ def _gradients_by_dtype(parameters: Iterable[nn.Parameter]) -> list[list[torch.T
     return [gradients for _, gradients in sorted(by_dtype.items())]
 
 
-def _sum_flat(gradients: list[torch.Tensor], all_reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    total = all_reduce(torch.cat([gradient.flatten() for gradient in gradients]))
+def _sum_flat(gradients: list[torch.Tensor], group: GroupCommunicator, *, in_format: bool = False) -> None:
+    total = torch.cat([gradient.flatten() for gradient in gradients])
+    if in_format:
+        all_reduce_flat(group, total).wait()
+    else:
+        total = group.all_reduce(total)
     for gradient, view in zip(gradients, views_in(total, gradients), strict=True):
         gradient.copy_(view)
-
-
-def _sum_compressed(group: GroupCommunicator, flat: torch.Tensor) -> torch.Tensor:
-    all_reduce_flat(group, flat).wait()
-    return flat
 
 
 def compressed_axis(mesh: FoldedMesh, axis: str, policy: WirePolicy | None) -> GroupCommunicator | None:

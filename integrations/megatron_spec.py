@@ -46,20 +46,6 @@ def _check_layers(config: Any) -> None:
             )
 
 
-def _submodules(config: Any, layer_number: int, groups: Any, vp_stage: int | None) -> Any:
-    """The parts of layer ``layer_number``, which counts from 1, of this stage of the pipeline."""
-    _check_layers(config)
-    specs = import_module(_GPT).get_gpt_decoder_layer_specs(
-        config,
-        use_transformer_engine=config.transformer_impl == "transformer_engine",
-        normalization=config.normalization,
-        qk_l2_norm=config.qk_l2_norm,
-    )
-    stage = None if groups is None else import_module("megatron.core.utils").get_pg_rank(groups.pp)
-    offset = import_module(_LAYER).get_transformer_layer_offset(config, vp_stage, stage)
-    return specs[offset + layer_number - 1].submodules
-
-
 def _planned_layers() -> Any:
     """Make the spec of a layer that finds its parts by its configuration, with our dispatcher."""
     spec: Any = import_module("megatron.core.transformer.spec_utils").ModuleSpec
@@ -78,7 +64,18 @@ def _planned_layers() -> Any:
             **options: Any,
         ) -> None:
             if submodules is None:
-                submodules = _submodules(config, layer_number, pg_collection, vp_stage)
+                _check_layers(config)
+                specs = import_module(_GPT).get_gpt_decoder_layer_specs(
+                    config,
+                    use_transformer_engine=config.transformer_impl == "transformer_engine",
+                    normalization=config.normalization,
+                    qk_l2_norm=config.qk_l2_norm,
+                )
+                stage = None
+                if pg_collection is not None:
+                    stage = import_module("megatron.core.utils").get_pg_rank(pg_collection.pp)
+                offset = import_module(_LAYER).get_transformer_layer_offset(config, vp_stage, stage)
+                submodules = specs[offset + layer_number - 1].submodules  # layers count from 1, in each stage
             super().__init__(
                 config, submodules, layer_number, pg_collection=pg_collection, vp_stage=vp_stage, **options
             )

@@ -17,7 +17,7 @@ from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.moe.routing import who
 from commlayer.profiles.errors import DisagreementError
 
-__all__ = ["Limits", "RoutedChoices", "capacity", "gather_choices", "keep_within"]
+__all__ = ["RoutedChoices", "capacity", "gather_choices", "keep_within"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,35 +31,6 @@ class RoutedChoices:
     priority: torch.Tensor
     positions: torch.Tensor | None
     num_padding: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The capacity of experts and devices, as multiples of an even share; None: all. Devices have consecutive experts."""
-
-    num_experts: int
-    expert_factor: float | None
-    num_devices: int | None
-    device_factor: float | None
-
-    def capacities(self, num_choices: int) -> tuple[int | None, int | None]:
-        """Return the capacity of an expert and that of a device, for T·K choices."""
-        expert, device = self.expert_factor, self.device_factor
-        return (
-            None if expert is None else capacity(expert, num_choices, self.num_experts),
-            None if device is None or self.num_devices is None else capacity(device, num_choices, self.num_devices),
-        )
-
-    def keep(self, choices: RoutedChoices) -> torch.Tensor:
-        """The choices that are kept, [T, K] of bool: first each expert drops what it cannot take, then each device."""
-        per_expert, per_device = self.capacities(choices.indices.numel())
-        keep = torch.ones_like(choices.indices, dtype=torch.bool)
-        if per_expert is not None:
-            keep = keep_within(choices.indices, choices, self.num_experts, per_expert)
-        if per_device is not None and self.num_devices is not None:
-            devices = choices.indices // (self.num_experts // self.num_devices)
-            keep = keep_within(devices.masked_fill(~keep, -1), choices, self.num_devices, per_device)
-        return keep
 
 
 def capacity(factor: float, num_choices: int, num_bins: int) -> int:

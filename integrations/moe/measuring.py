@@ -209,22 +209,19 @@ def measure_moves(like: torch.Tensor, tokens: int, shape: MoveShape) -> tuple[fl
     with torch.no_grad():
         exchanged_us = median(_time_us(lambda: _exchange(like, sent, shape), like) for _ in range(_REPEATS))
         gathered_us = median(_time_us(lambda: _gather(like, here, own, shape), like) for _ in range(_REPEATS))
-        levels_us = (_measure_levels(like, own, shape),) if shape.nodes else ()
-    return exchanged_us / max(1, own * shape.top_k), gathered_us / (own * shape.ranks), *levels_us
-
-
-def _measure_levels(like: torch.Tensor, own: int, shape: MoveShape) -> float:
-    """µs that two levels take for a row, of ``own`` tokens of each rank. Choices are drawn:
-    neighbouring experts share a rank."""
-    levels = Levels(shape.nodes, 0, even_rows(shape.num_experts, shape.ranks))
-    drawn = torch.rand(own * shape.ranks, shape.num_experts, generator=torch.Generator().manual_seed(0))
-    choices = drawn.topk(shape.top_k).indices.to(like.device)
-    reached = torch.stack([levels.reached(part) for part in choices.split(own)]).cpu()
-    sizes = RowsOnLevel.of_call(levels, reached)
-    way, rows = two_level_way(levels, choices, [own] * shape.ranks, sizes, None)
-    counted = sum(each.token_of_row.shape[0] for each in (way.rails, way.inside, rows))
-    taken_us = median(_time_us(lambda: _pass_on(like, way, rows, shape), like) for _ in range(_REPEATS))
-    return taken_us / max(1, counted)
+        times = exchanged_us / max(1, own * shape.top_k), gathered_us / (own * shape.ranks)
+        if not shape.nodes:
+            return times
+        # In two levels choices are drawn: neighbouring experts share a rank.
+        levels = Levels(shape.nodes, 0, even_rows(shape.num_experts, shape.ranks))
+        drawn = torch.rand(own * shape.ranks, shape.num_experts, generator=torch.Generator().manual_seed(0))
+        choices = drawn.topk(shape.top_k).indices.to(like.device)
+        reached = torch.stack([levels.reached(part) for part in choices.split(own)]).cpu()
+        sizes = RowsOnLevel.of_call(levels, reached)
+        way, rows = two_level_way(levels, choices, [own] * shape.ranks, sizes, None)
+        counted = sum(each.token_of_row.shape[0] for each in (way.rails, way.inside, rows))
+        passed_on_us = median(_time_us(lambda: _pass_on(like, way, rows, shape), like) for _ in range(_REPEATS))
+    return *times, passed_on_us / max(1, counted)
 
 
 def _pass_on(like: torch.Tensor, way: TwoLevelWay, rows: RowMap, shape: MoveShape) -> torch.Tensor:

@@ -212,7 +212,15 @@ class PlacementSearch:
                 may_spill=spiller is not None and spiller.spilling.rule == "priced",
                 decision_us=0.0 if spiller is None else spiller.decision_us,
             )
-            load, prices = LayerLoad(counts, config.top_k), self._prices_of(index)
+            # The prices of the layer are those by which it spills, where it does.
+            work, own = self._works[index], None if spiller is None else spiller.spilling.work
+            if self._is_measured and own is not None:
+                work = replace(own, state_bytes=work.state_bytes, micro_batches=work.micro_batches)
+            profile = profile_of(layer, self._profile)
+            assert profile is not None  # required when the placer was made
+            if (profile, work) not in self._prices:
+                self._prices[profile, work] = PlacementPrices(profile, work, layer.dispatcher.grid.ep.shape)
+            load, prices = LayerLoad(counts, config.top_k), self._prices[profile, work]
             decision = place_layer(load, prices, placements[index], self._horizon, room)
             decisions.append(decision)
             # By LLEP's rule always; by prices where that was chosen, and where experts stay and
@@ -230,19 +238,6 @@ class PlacementSearch:
         slots = [each.slots.reshape(-1) for each in settled]
         message = np.concatenate([np.array(spills, dtype=np.int64), *slots])
         return PlacementAnswer(MOVE if changes else STAY, _in_words(decisions), message, promise)
-
-    def _prices_of(self, index: int) -> PlacementPrices:
-        """The prices of one layer: those by which it spills, where it does."""
-        layer, work = self._layers[index], self._works[index]
-        spiller = layer.dispatcher.spiller
-        own = None if spiller is None else spiller.spilling.work
-        if self._is_measured and own is not None:
-            work = replace(own, state_bytes=work.state_bytes, micro_batches=work.micro_batches)
-        profile = profile_of(layer, self._profile)
-        assert profile is not None  # required when the placer was made
-        if (profile, work) not in self._prices:
-            self._prices[profile, work] = PlacementPrices(profile, work, layer.dispatcher.grid.ep.shape)
-        return self._prices[profile, work]
 
 
 def measured_work(

@@ -33,7 +33,7 @@ from commlayer.integrations.moe.balance import (
     step_bias,
     usage,
 )
-from commlayer.integrations.moe.capacity import RoutedChoices, gather_choices
+from commlayer.integrations.moe.capacity import RoutedChoices, gather_choices, keep_within
 from commlayer.integrations.moe.routing import Routing, ValidTokens, count_choices, refuse_any, who
 from commlayer.integrations.moe.routing_config import RouterConfig
 from commlayer.integrations.moe.scoring import choose_experts, fixed_shape_logits, score, weigh
@@ -225,11 +225,17 @@ class Router(torch.nn.Module):
         own = slice(None)
         if config.drop_scope == "sequence" and self.sequence is not None:
             choices, own = gather_choices(choices, self.sequence, is_refused=is_refused)
-        keep = config.limits.keep(choices)[own]
-        per_expert, per_device = config.limits.capacities(choices.indices.numel())
+        per_expert, per_device = config.capacities(choices.indices.numel())
+        keep = torch.ones_like(choices.indices, dtype=torch.bool)
+        if per_expert is not None:
+            keep = keep_within(choices.indices, choices, config.num_experts, per_expert)
+        if per_device is not None and config.num_devices is not None:  # of what its experts have kept
+            devices = choices.indices // (config.num_experts // config.num_devices)
+            keep = keep_within(devices.masked_fill(~keep, -1), choices, config.num_devices, per_device)
+        keep = keep[own]
         # Ranks have other numbers of valid tokens, and must send equally many rows: so these are of
         # all tokens.
-        of_all, _ = config.limits.capacities(choices.indices.numel() + choices.num_padding * config.top_k)
+        of_all, _ = config.capacities(choices.indices.numel() + choices.num_padding * config.top_k)
         limits = per_expert, per_device, of_all if config.pad_to_capacity else None
         return indices.masked_fill(~keep, -1), weights.masked_fill(~keep, 0.0), limits
 

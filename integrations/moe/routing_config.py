@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from commlayer.integrations.moe.capacity import Limits
+from commlayer.integrations.moe.capacity import capacity
 from commlayer.profiles.errors import UsageError
 
 __all__ = ["RouterConfig"]
@@ -85,24 +85,6 @@ class RouterConfig:
         for name, words in _WORDS.items():
             value = getattr(self, name)
             _require(value in words, f"{name} must be {words[0]!r} or {words[1]!r}, got {value!r}")
-        self._check_choice()
-        self._check_groups()
-        _require(
-            self.capacity_factor is not None or not self.pad_to_capacity,
-            "pad_to_capacity needs a capacity_factor: without one there is no capacity to pad to",
-        )
-        devices = self.num_devices
-        per_device = self.device_capacity_factor is not None or self.device_aux_loss_coefficient > 0
-        _require(
-            devices is not None or not per_device,
-            "device_capacity_factor and device_aux_loss_coefficient need num_devices",
-        )
-        _require(
-            devices is None or self.num_experts % devices == 0,
-            f"{self.num_experts} experts on {devices} devices: num_devices must divide num_experts",
-        )
-
-    def _check_choice(self) -> None:
         _require(
             self.top_k <= self.num_experts,
             f"top_k {self.top_k} of {self.num_experts} experts: choose {self.num_experts} at most",
@@ -118,6 +100,21 @@ class RouterConfig:
         _require(
             self.bias_update_rate is None or self.score == "sigmoid",
             "bias_update_rate is for score='sigmoid': use that, or balance by aux_loss_coefficient",
+        )
+        self._check_groups()
+        _require(
+            self.capacity_factor is not None or not self.pad_to_capacity,
+            "pad_to_capacity needs a capacity_factor: without one there is no capacity to pad to",
+        )
+        devices = self.num_devices
+        per_device = self.device_capacity_factor is not None or self.device_aux_loss_coefficient > 0
+        _require(
+            devices is not None or not per_device,
+            "device_capacity_factor and device_aux_loss_coefficient need num_devices",
+        )
+        _require(
+            devices is None or self.num_experts % devices == 0,
+            f"{self.num_experts} experts on {devices} devices: num_devices must divide num_experts",
         )
 
     def _check_groups(self) -> None:
@@ -140,9 +137,13 @@ class RouterConfig:
     def is_dropless(self) -> bool:
         return self.capacity_factor is None and self.device_capacity_factor is None
 
-    @property
-    def limits(self) -> Limits:
-        return Limits(self.num_experts, self.capacity_factor, self.num_devices, self.device_capacity_factor)
+    def capacities(self, num_choices: int) -> tuple[int | None, int | None]:
+        """Return the capacity of an expert and that of a device, for T·K choices; None: they take all."""
+        expert, device = self.capacity_factor, self.device_capacity_factor
+        return (
+            None if expert is None else capacity(expert, num_choices, self.num_experts),
+            None if device is None or self.num_devices is None else capacity(device, num_choices, self.num_devices),
+        )
 
 
 _WORDS = {
