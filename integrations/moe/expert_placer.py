@@ -370,8 +370,17 @@ def _hook(placer: ExpertPlacer, optimizers: Sequence[Optimizer]) -> list[Callabl
             state[_SLOTS] = [each.slots.tolist() for each in placer.placements]
 
     def refuse_other_slots(_: Any, state: dict[str, Any]) -> None:
-        if (placer := me()) is not None:
-            _require_same_slots(placer._layers, state)
+        """Refuse an optimizer's own state where experts lie in other slots now: moments would be
+        other experts'."""
+        if (placer := me()) is None:
+            return
+        for layer in placer._layers:
+            slots_of(layer).require_still()
+        if _SLOTS in state and state[_SLOTS] != [each.slots.tolist() for each in placer.placements]:
+            raise UsageError(
+                f"{who()}the optimizer's state is of experts in other slots than they lie in now: save and "
+                "load it by TrainingState, which knows experts by their numbers"
+            )
 
     handles: list[Callable[[], object]] = []
     for optimizer in optimizers:
@@ -379,15 +388,3 @@ def _hook(placer: ExpertPlacer, optimizers: Sequence[Optimizer]) -> list[Callabl
         handles.append(optimizer.register_state_dict_post_hook(add_slots).remove)
         handles.append(optimizer.register_load_state_dict_pre_hook(refuse_other_slots).remove)
     return handles
-
-
-def _require_same_slots(layers: Sequence[MoELayer], state: dict[str, Any]) -> None:
-    """Refuse an optimizer's own state where experts lie in other slots now: moments would be other
-    experts'. Raises UsageError."""
-    for layer in layers:
-        slots_of(layer).require_still()
-    if _SLOTS in state and state[_SLOTS] != [slots_of(layer).placement.slots.tolist() for layer in layers]:
-        raise UsageError(
-            f"{who()}the optimizer's state is of experts in other slots than they lie in now: save and "
-            "load it by TrainingState, which knows experts by their numbers"
-        )
