@@ -124,11 +124,10 @@ def _torch() -> _Lines:
     lines: _Lines = [("ok" if usable else "bad", "backends", ", ".join(backends) or "none", advice), *_devices(torch)]
     if "nccl" in backends:
         version = torch.cuda.nccl.version()
-        mark, advice = "ok", "what it does for lanes is said below"
-        if version < (2, 26):
-            mark = "warn"
+        is_old, advice = version < (2, 26), "what it does for lanes is said below"
+        if is_old:
             advice = "before 2.26 nothing keeps several communicators of one device in one order: only the program does"
-        lines.append((mark, "NCCL", ".".join(map(str, version)), advice))
+        lines.append(("warn" if is_old else "ok", "NCCL", ".".join(map(str, version)), advice))
     return lines
 
 

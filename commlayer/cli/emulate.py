@@ -114,8 +114,7 @@ def emulate(
         )
     links = {"inter": inter, "intra": intra, "delay_us": delay}
     with _built(nodes, ranks_per_node, **links, mode=mode, compute=compute, memory=memory, scale=scale) as cluster:
-        _slow_down(cluster, slow_nodes, slow_pairs)
-        slow = _described(slow_nodes, slow_pairs)
+        slow = _slowed(cluster, slow_nodes, slow_pairs)
         device = describe_device(cluster.accelerator)
         _say(_describe(cluster.shaped, nodes, ranks_per_node, inter, intra, delay) + slow + device)
         if prefix is None:
@@ -128,31 +127,27 @@ def emulate(
     sys.exit(status)
 
 
-def _slow_down(cluster: EmulatedCluster, slow_nodes: Sequence[tuple[int, str]], slow_pairs: Sequence[PairRate]) -> None:
-    """Give nodes' interfaces, and the ways between two nodes, other rates.
+def _slowed(cluster: EmulatedCluster, slow_nodes: Sequence[tuple[int, str]], slow_pairs: Sequence[PairRate]) -> str:
+    """Give nodes' interfaces, and the ways between two nodes, other rates, and say which.
 
     Raises UsageError naming the option; RightsError where nothing is shaped.
     """
-    option = ""
+    words, option = "", ""
     try:
         for node, rate in slow_nodes:
             option = f"--slow-node {node}:{rate}"
             if not 0 <= node < cluster.nodes:
                 raise UsageError(f"expected a node of 0 to {cluster.nodes - 1}, got {node}")
             cluster.shape(inter=rate, node=node)
+            words += f", node {node} inter {rate}"
         for pair in slow_pairs:
             option = f"--slow-pair {pair}"
             cluster.shape_pair(pair.sender, pair.receiver, pair.rate, is_one_way=pair.is_one_way)
+            first, joint = ("from node", "to") if pair.is_one_way else ("between nodes", "and")
+            words += f", {first} {pair.sender} {joint} {pair.receiver} {pair.rate}"
     except UsageError as error:
         raise UsageError(f"{option}: {without_field(error)}") from error
-
-
-def _described(slow_nodes: Sequence[tuple[int, str]], slow_pairs: Sequence[PairRate]) -> str:
-    words = [f", node {node} inter {rate}" for node, rate in slow_nodes]
-    for pair in slow_pairs:
-        ways = f"from node {pair.sender} to {pair.receiver}"
-        words.append(f", {ways if pair.is_one_way else f'between nodes {pair.sender} and {pair.receiver}'} {pair.rate}")
-    return "".join(words)
+    return words
 
 
 def _built(nodes: int, ranks_per_node: int, **links: Any) -> EmulatedCluster:
@@ -167,6 +162,7 @@ def _run(
 ) -> int:
     """The exit status; who failed has been said."""
     from commlayer.emulation import RanksFailedError, RanksTimedOutError, exit_status
+    from commlayer.emulation.output import error_line
 
     try:
         return cluster.command(command, timeout_s=timeout_s, per_node=per_node, prefix=prefix, check=True)
@@ -174,26 +170,18 @@ def _run(
         _say(str(error))
         return _TIMED_OUT
     except RanksFailedError as error:
-        _say(_failed(error.failures, per_node))
+        # The ranks that failed by themselves, in the order of time, each with the line of its stderr that says its error, or the
+        # last one, of which all has been passed on; then those that were ended for it.
+        lines = []
+        for failure in error.failures:
+            if not failure.by_cluster:
+                said = error_line(failure.traceback)
+                lines.append(f"{_name(failure, per_node)} {failure.reason}{'; it said:' if said else ''}")
+                lines += [f"    {said}"] if said else []
+        if ended := [failure for failure in error.failures if failure.by_cluster]:
+            lines.append(f"{', '.join(_name(failure, per_node) for failure in ended)}: {ended[0].reason}")
+        _say("\n".join(lines))
         return exit_status(error.failures)
-
-
-def _failed(failures: Sequence[RankFailure], per_node: bool) -> str:
-    """The ranks that failed by themselves, in the order of time, each with the line of its stderr
-    that says its error, or the last one, of which all has been passed on; then those that were
-    ended for it."""
-    from commlayer.emulation.output import error_line
-
-    lines = []
-    for failure in failures:
-        if not failure.by_cluster:
-            said = error_line(failure.traceback)
-            lines.append(f"{_name(failure, per_node)} {failure.reason}{'; it said:' if said else ''}")
-            lines += [f"    {said}"] if said else []
-    ended = [failure for failure in failures if failure.by_cluster]
-    if ended:
-        lines.append(f"{', '.join(_name(failure, per_node) for failure in ended)}: {ended[0].reason}")
-    return "\n".join(lines)
 
 
 def _name(failure: RankFailure, per_node: bool) -> str:

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 __all__ = ["routing"]
 
-_FILE = click.Path(exists=True, path_type=Path)
+_PATH = click.argument("path", type=click.Path(exists=True, path_type=Path), metavar="FILE|FOLDER")
+_LAYER = click.option("--layer", type=PLACE, default=0, show_default=True, help="Of the picture, by its place.")
 _SHOWN = 5
 
 
@@ -87,11 +88,11 @@ def record(output: Path, shape: str, inter: str, command: tuple[str, ...]) -> No
 
 
 @routing.command("show")
-@click.argument("path", type=_FILE, metavar="FILE|FOLDER")
+@_PATH
 @click.option(
     "--ranks", type=COUNT, default=8, show_default=True, help="Ranks over which experts are laid out in order."
 )
-@click.option("--layer", type=PLACE, default=0, show_default=True, help="Of the picture, by its place.")
+@_LAYER
 @click.option("--picture", type=PICTURE, help="Draw a layer's load by expert and by rank over time (.svg, .png, .pdf).")
 @json_option
 def show(path: Path, ranks: int, layer: int, picture: Path | None, as_json: bool) -> None:
@@ -151,12 +152,12 @@ _place_options = in_order(
 
 
 @routing.command("replay")
-@click.argument("path", type=_FILE, metavar="FILE|FOLDER")
+@_PATH
 @_place_options
 @click.option("--every", type=COUNT, default=16, show_default=True, help="Steps between two decisions.")
 @click.option("--horizon", type=COUNT, help="Steps in which a migration shall pay back.  [--every]")
 @click.option("--spare", type=BYTES, default=0, help="Memory of each rank for replicas, such as 2GB.  [0]")
-@click.option("--layer", type=PLACE, default=0, show_default=True, help="Of the picture, by its place.")
+@_LAYER
 @click.option("--picture", type=PICTURE, help="Draw a layer's load by rank, before and after (.svg, .png, .pdf).")
 @json_option
 def replay_command(path: Path, picture: Path | None, layer: int, as_json: bool, **given: Any) -> None:

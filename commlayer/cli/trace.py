@@ -210,11 +210,25 @@ def _show_lanes(ranks: Sequence[Selected]) -> None:
     if not lanes:
         return
     together = lane_times(ranks, together=True) if len(lanes) > 1 else []
+    cells = []
+    for times in lanes + together:
+        beyond = "≥ " if times.num_unknown else ""
+        sent = [beyond + format_bytes(num_bytes) for num_bytes in (times.inter_bytes, times.intra_bytes)]
+        cells.append(
+            [
+                times.lane or "none",
+                str(times.num_calls),
+                *(f"{us / 1e3:.3f}" for us in (times.busy_us, times.queued_us, times.held_us, times.exposed_us)),
+                format_bytes(times.logical_bytes),
+                *(["?", "?"] if times.num_unknown == times.num_calls else sent),
+                _cell(times.wire_ratio),
+            ]
+        )
     columns = ["lane", ">calls", ">busy ms", ">queued ms", ">held ms", ">exposed ms"]
     columns += [">logical", ">sent inter", ">sent intra", ">sent / logical"]
     print_table(
         columns,
-        [_lane_cells(times) for times in lanes + together],
+        cells,
         title="Lanes: time of a rank (mean), calls and bytes of all ranks",
         dim=[len(lanes)] if together else [],
     )
@@ -224,24 +238,6 @@ def _show_lanes(ranks: Sequence[Selected]) -> None:
             f"≥: without {counted(unknown, 'call')} of the inner backend's own, which does not say what it sends"
         )
     echo()
-
-
-def _lane_cells(times: LaneTimes) -> list[str]:
-    def sent(num_bytes: int) -> str:
-        if times.num_unknown == times.num_calls:
-            return "?"
-        return ("≥ " if times.num_unknown else "") + format_bytes(num_bytes)
-
-    spent = (times.busy_us, times.queued_us, times.held_us, times.exposed_us)
-    return [
-        times.lane or "none",
-        str(times.num_calls),
-        *(f"{us / 1e3:.3f}" for us in spent),
-        format_bytes(times.logical_bytes),
-        sent(times.inter_bytes),
-        sent(times.intra_bytes),
-        _cell(times.wire_ratio),
-    ]
 
 
 def _show_groups(ranks: Sequence[Selected], show_all: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from commlayer.drawing.style import (
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["efficiency_figure"]
 
+_POINTS = 120
+"""Points of a line."""
 _REACH = 4.0
 """The factor by which extrapolated lines go on beyond what was measured."""
 
@@ -78,19 +80,16 @@ def efficiency_figure(profile: Profile) -> Figure:
 
 
 def _efficiency(axes: Axes, curve: Curve, peak_gbps: float, colour: str, marker: str, *, name: str) -> None:
-    def values(sizes: Sequence[float]) -> list[float]:
+    from numpy import geomspace
+
+    def values(sizes: Iterable[float]) -> list[float]:
         return [curve.efficiency(size, peak_gbps) for size in sizes]
 
     first, last = curve.bytes[0], curve.bytes[-1]
-    inside = _spread(first, last)
+    inside = geomspace(first, last, _POINTS)
     axes.plot(curve.bytes, values(curve.bytes), linestyle="", marker=marker, markersize=4.5, color=colour)
     axes.plot(inside, values(inside), color=colour, linewidth=1.6)
     for low, high in ((first / _REACH, first), (last, last * _REACH)):
-        outside = _spread(low, high)
+        outside = geomspace(low, high, _POINTS)
         axes.plot(outside, values(outside), color=colour, linewidth=1.1, linestyle=(0, BEYOND))
     axes.plot([], [], color=colour, marker=marker, markersize=4.5, linewidth=1.6, label=name)
-
-
-def _spread(low: float, high: float, count: int = 120) -> list[float]:
-    """``count`` sizes from ``low`` to ``high``, evenly over their logarithm."""
-    return [low * (high / low) ** (i / (count - 1)) for i in range(count)]

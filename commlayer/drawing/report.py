@@ -45,12 +45,17 @@ def write_report(
     """
     is_drawn = bool(result.points) and result.is_comparable
     summary = _summary(result)
+    rates = [f"{name} {rate} a node" for name, rate in (("inter", result.inter), ("intra", result.intra)) if rate]
+    facts = [*sorted(result.environment.items()), ("profile of the run", f"{result.profile}, {result.fingerprint}")]
+    others = [(f"profile's {name}", value) for name, value in sorted(profile.environment.items())]
     write_page(
         path,
         "bench.html",
         title=f"commlayer on {result.topology}",
         result=result,
-        facts=_facts(result, profile),
+        profile=profile,
+        rates=rates,
+        date=result.environment.get("date") or datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         summary=summary,
         bad_card=len(summary) - 1 if result.num_wrong else -1,
         size_figure=drawing("size", lambda: bench_figure(result)) if is_drawn else None,
@@ -58,20 +63,9 @@ def write_report(
             drawing(f"timeline{index}", partial(timeline_figure, predicted, measured, name), name)
             for index, (name, predicted, measured) in enumerate(timelines)
         ],
-        peaks=_peaks(profile),
-        links=_links(profile),
         links_figure=drawing("links", lambda: efficiency_figure(profile)),
-        environment=_environment(result, profile),
+        environment=[*facts, *(fact for fact in others if fact[1] not in result.environment.values())],
     )
-
-
-def _facts(result: BenchResult, profile: Profile) -> list[str]:
-    date = result.environment.get("date") or datetime.now(timezone.utc).strftime("%Y-%m-%d")
-    host = result.environment.get("host")
-    where = ["emulated cluster" if result.is_emulated else "real cluster"]
-    where += [f"on {host}"] if host else []
-    rates = [f"{name} {rate} a node" for name, rate in (("inter", result.inter), ("intra", result.intra)) if rate]
-    return [" ".join(where), *rates, f"profile {profile.name} ({profile.kind})", date]
 
 
 def _summary(result: BenchResult) -> list[Fact]:
@@ -113,32 +107,3 @@ def _summary(result: BenchResult) -> list[Fact]:
         else ("–", "no plans were run"),
         bits,
     ]
-
-
-def _peaks(profile: Profile) -> list[Fact]:
-    peaks = profile.peaks
-    words = {
-        "between nodes": peaks.inter_gbps,
-        "inside a node": peaks.intra_gbps,
-        "in a device's memory": peaks.device_gbps,
-    }
-    return [(f"{value:.4g} GB/s", f"peak {where}, of one rank in one direction") for where, value in words.items()]
-
-
-def _links(profile: Profile) -> list[Fact]:
-    beside = ", ".join(
-        f"{entry.resource} beside {entry.other} takes {entry.slowdown:.2f} times as long"
-        for entry in profile.interference
-    )
-    return [
-        ("interference", beside or "none stored"),
-        ("error", f"{profile.error:.1%} (median of the curves' hold-out errors)"),
-        ("source", profile.source),
-        ("fingerprint", profile.fingerprint),
-    ]
-
-
-def _environment(result: BenchResult, profile: Profile) -> list[Fact]:
-    facts = [*sorted(result.environment.items()), ("profile of the run", f"{result.profile}, {result.fingerprint}")]
-    others = [(f"profile's {name}", value) for name, value in sorted(profile.environment.items())]
-    return [*facts, *(fact for fact in others if fact[1] not in result.environment.values())]

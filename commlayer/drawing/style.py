@@ -81,37 +81,36 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _settings() -> Any:
-    return {
-        "font.family": "sans-serif",
-        "font.size": 9.5,
-        "text.color": INK,
-        "axes.labelcolor": INK,
-        "axes.edgecolor": FAINT,
-        "axes.facecolor": PAPER,
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "axes.linewidth": 0.8,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.titlesize": 11,
-        "axes.titleweight": "bold",
-        "axes.titlelocation": "left",
-        "figure.facecolor": PAPER,
-        "grid.color": GRID,
-        "grid.linewidth": 0.7,
-        "xtick.color": FAINT,
-        "ytick.color": FAINT,
-        "xtick.labelcolor": INK,
-        "ytick.labelcolor": INK,
-        "xtick.minor.size": 0,
-        "ytick.minor.size": 0,
-        "legend.frameon": False,
-        "legend.fontsize": 9,
-        "savefig.dpi": _DPI,
-        "svg.fonttype": "none",  # text stays text: a report can be searched, and is half as large
-        "svg.hashsalt": "commlayer",  # the same figure gives the same bytes
-    }
+_SETTINGS: Any = {
+    "font.family": "sans-serif",
+    "font.size": 9.5,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": FAINT,
+    "axes.facecolor": PAPER,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "figure.facecolor": PAPER,
+    "grid.color": GRID,
+    "grid.linewidth": 0.7,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "xtick.minor.size": 0,
+    "ytick.minor.size": 0,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "savefig.dpi": _DPI,
+    "svg.fonttype": "none",  # text stays text: a report can be searched, and is half as large
+    "svg.hashsalt": "commlayer",  # the same figure gives the same bytes
+}
 
 
 def styled(draw: Callable[P, R]) -> Callable[P, R]:
@@ -127,7 +126,7 @@ def styled(draw: Callable[P, R]) -> Callable[P, R]:
         check_drawing()
         from matplotlib import rc_context
 
-        with rc_context(_settings()):
+        with rc_context(_SETTINGS):
             return draw(*args, **kwargs)
 
     return drawn

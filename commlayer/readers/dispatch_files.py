@@ -108,20 +108,18 @@ def _curves(rows: list[_Row], where: str) -> dict[DispatchKey, Curve]:
         for key, us in calls:
             known = times[key]
             known[row.num_token] = min(us, known.get(row.num_token, us))
-    return {key: _curve(key, of_tokens, where) for key, of_tokens in times.items()}
-
-
-def _curve(key: DispatchKey, us_of_tokens: dict[int, float], where: str) -> Curve:
-    """The times by the bytes of rows at all ranks of their experts, each rank's own among them."""
-    group = key.group
-    scales = -(-group.hidden // _SCALED) * _SCALE_BYTES
-    row_bytes = group.hidden + scales if key.way == "dispatch" else 2 * group.hidden
-    tokens = sorted(us_of_tokens)
-    return Curve.from_samples(
-        "all_to_all_v",
-        Resource.INTER if group.num_nodes > 1 else Resource.INTRA,
-        group.num_nodes * group.ranks_per_node,
-        [round(count * group.ranks_of_token * row_bytes) for count in tokens],
-        [us_of_tokens[count] for count in tokens],
-        source=where,
-    )
+    curves = {}
+    for key, us_of_tokens in times.items():
+        group, tokens = key.group, sorted(us_of_tokens)
+        scales = -(-group.hidden // _SCALED) * _SCALE_BYTES
+        row_bytes = group.hidden + scales if key.way == "dispatch" else 2 * group.hidden
+        curves[key] = Curve.from_samples(
+            "all_to_all_v",
+            Resource.INTER if group.num_nodes > 1 else Resource.INTRA,
+            group.num_nodes * group.ranks_per_node,
+            # The bytes of rows at all ranks of their experts, each rank's own among them.
+            [round(count * group.ranks_of_token * row_bytes) for count in tokens],
+            [us_of_tokens[count] for count in tokens],
+            source=where,
+        )
+    return curves
