@@ -10,7 +10,7 @@ import click
 
 from commlayer.cli.commands import Command
 from commlayer.cli.option_types import OUTPUT_FOLDER, SHAPE, json_option
-from commlayer.cli.place import Place, check_has_links, place_of, run_job
+from commlayer.cli.place import check_has_links, place_of, run_job
 from commlayer.cli.tables import echo, echo_json, echo_sentence, print_table
 from commlayer.profiles.files import write_file
 
@@ -55,7 +55,11 @@ def demo(shape: str, inter: str, intra: str | None, output: Path, as_json: bool)
 
     output.mkdir(parents=True, exist_ok=True)
     if not as_json:
-        echo_sentence(_where(place, shape), err=True)
+        # The cluster as it is, not as was asked for: a machine that grants no namespaces has no rates.
+        where = f"emulated cluster {shape}: inter {place.inter} a node, intra {place.intra or 'unshaped'}"
+        if place.inter is None:
+            where = f"{shape} on loopback, with a declared topology and no shaping: this shows that the plans run, not how fast"
+        echo_sentence(where, err=True)
         echo_sentence(
             "measuring its links (about a minute), then running every plan against torch.distributed", err=True
         )
@@ -78,15 +82,6 @@ def demo(shape: str, inter: str, intra: str | None, output: Path, as_json: bool)
     else:
         _print(profile, result, output)
     refuse_wrong(result)
-
-
-def _where(place: Place, shape: str) -> str:
-    """The cluster as it is, not as was asked for: a machine that grants no namespaces has no rates."""
-    if place.inter is None:
-        return (
-            f"{shape} on loopback, with a declared topology and no shaping: this shows that the plans run, not how fast"
-        )
-    return f"emulated cluster {shape}: inter {place.inter} a node, intra {place.intra or 'unshaped'}"
 
 
 def _print(profile: Profile, result: BenchResult, output: Path) -> None:

@@ -9,15 +9,7 @@ from pathlib import Path
 import click
 
 from commlayer.cli.commands import Command
-from commlayer.cli.option_types import (
-    BYTES,
-    OUTPUT_FILE,
-    OUTPUT_FOLDER,
-    PROFILE,
-    SHAPE,
-    json_option,
-)
-from commlayer.cli.output_files import save_profile
+from commlayer.cli.option_types import BYTES, OUTPUT_FILE, OUTPUT_FOLDER, PROFILE, SHAPE, json_option
 from commlayer.cli.tables import echo, echo_sentence, print_json
 from commlayer.cli.traffic_options import group_traffic
 from commlayer.profiles import catalog
@@ -72,22 +64,18 @@ def import_command(
         raise UsageError(f"{twice[0]}: expected each file once, got it twice: leave one out")
     runs = _read(files, collective, topology)
     profile = nccl_profile(runs, name=name or output.stem, base=catalog.load_profile(base) if base else None)
-    save_profile(profile, output, replaces=force)
+    try:
+        profile.save(output, new_only=not force)
+    except FileExistsError as error:
+        raise UsageError(f"{output}: there is such a file already: choose another, or --force to replace it") from error
     read = [
         f"{each.collective} of {counted(each.key[2] if each.key else sum(each.nodes), 'rank')}, "
         f"{counted(len(each.times_us), 'size')}"
         for each in runs
     ]
     if as_json:
-        print_json(
-            {
-                "path": str(output),
-                "name": profile.name,
-                "topology": profile.topology,
-                "read": read,
-                "source": profile.source,
-            }
-        )
+        about = {"path": str(output), "name": profile.name, "topology": profile.topology}
+        print_json({**about, "read": read, "source": profile.source})
         return
     for line in read:
         echo_sentence(line)
@@ -107,13 +95,7 @@ def import_command(
 @click.option(
     "--format", "kind", type=click.Choice(["nccl-tests"]), default="nccl-tests", show_default=True, help="As what."
 )
-@click.option(
-    "--output",
-    "-o",
-    type=OUTPUT_FOLDER,
-    required=True,
-    help="A folder for the files, one a curve.",
-)
+@click.option("--output", "-o", type=OUTPUT_FOLDER, required=True, help="A folder for the files, one a curve.")
 @_FORCE
 def export_command(profile_name: str, kind: str, output: Path, force: bool) -> None:
     """Write a profile's curves as nccl-tests writes its results with -J, for tools that read these.

@@ -51,7 +51,7 @@ def lane_lines(
     if nccl_version is None:
         return [*lines, ("ok", "CUDA", "not active: no CUDA here", "")]
     from commlayer.devices.accelerator import why_no_holds
-    from commlayer.transport.nccl import LOWER_LANE_CTAS, is_high_priority
+    from commlayer.transport.nccl import CONFIG_SINCE, LOWER_LANE_CTAS, is_high_priority
 
     high = ", ".join(lane for lane in LANES if is_high_priority(lane))
     lower = ", ".join(lane for lane in LANES if not is_high_priority(lane))
@@ -67,21 +67,13 @@ def lane_lines(
         "max_ctas": ("CTA limits", f"{LOWER_LANE_CTAS} for {lower}"),
     }
     for field, (name, value) in by_field.items():
-        missing = _missing(field, nccl_version, config_fields)
+        missing = "" if field in config_fields else "this torch was built without it"
+        if tuple(nccl_version) < CONFIG_SINCE[field]:
+            present, needed = (".".join(map(str, version)) for version in (nccl_version, CONFIG_SINCE[field]))
+            missing = f"NCCL {present} cannot, {needed} and later can"
         lines.append(("ok", name, f"not active: {missing}" if missing else value, ""))
     undoing = [name for name in _UNDOING if environment.get(name, "").strip().lower() not in ("", *OFF)]
     return [*lines, *(("warn", name, environment[name], _UNDOING[name]) for name in undoing)]
-
-
-def _missing(field: str, nccl_version: Sequence[int], config_fields: Set[str]) -> str:
-    """Why a field of NCCL's configuration cannot be set; empty where it can."""
-    from commlayer.transport.nccl import CONFIG_SINCE
-
-    least = CONFIG_SINCE[field]
-    if tuple(nccl_version) < least:
-        present, needed = (".".join(map(str, version)) for version in (nccl_version, least))
-        return f"NCCL {present} cannot, {needed} and later can"
-    return "" if field in config_fields else "this torch was built without it"
 
 
 def at_hand(torch: Any) -> tuple[tuple[int, ...] | None, Set[str]]:

@@ -90,7 +90,13 @@ def measure_command(
     if outcome is None:
         return
     measured, rows = outcome
-    _warn(measured)
+    if doubtful := doubts(measured.curves):
+        for doubt in doubtful:
+            echo_sentence(f"warning: {doubt}", err=True)
+        echo_sentence(
+            "trust these less; more times: -n, up to a second a size (-e leaves out slow ones); more sizes: -b, -e, -f",
+            err=True,
+        )
     if output is not None:
         measured.save(output)
     if table_json is not None:
@@ -140,8 +146,14 @@ def measure_job(options: SweepOptions, place: Place, name: str | None) -> tuple[
 
     topology = discover_topology()
     is_emulated = emulation() is not None
-    links = _links(place.device)
+    links: DeviceLinks | None = None  # those of the CPU, or of the ranks' own backend
     rows: Rows = []
+    if place.device == "cuda":
+        import torch
+
+        from commlayer.measure.device_harness import device_links
+
+        links = device_links(torch.device("cuda", torch.cuda.current_device()))
     with progress("measuring", num_points(options, topology)) as advance:
 
         def on_point(point: Point) -> None:
@@ -160,18 +172,6 @@ def measure_job(options: SweepOptions, place: Place, name: str | None) -> tuple[
             links=links,
         )
     return measured, rows
-
-
-def _links(device: str | None) -> DeviceLinks | None:
-    """The links of the device that was asked for; None: the CPU's, or those of the ranks' own
-    backend."""
-    if device in (None, "cpu"):
-        return None
-    import torch
-
-    from commlayer.measure.device_harness import device_links
-
-    return device_links(torch.device("cuda", torch.cuda.current_device()))
 
 
 def _source(place: Place, shape: str) -> str:
@@ -207,18 +207,6 @@ def link_rates(place: Place) -> dict[str, str]:
         return {"emulated": mode}
     rates = {"inter": place.inter or "unshaped", "intra": place.intra or "unshaped"}
     return {"emulated": mode, **rates, "delay_us": f"{place.delay_us:g}"}
-
-
-def _warn(measured: Profile) -> None:
-    """Say on stderr which curves rest on too few times or sizes, and how to have more."""
-    warnings = doubts(measured.curves)
-    for doubt in warnings:
-        echo_sentence(f"warning: {doubt}", err=True)
-    if warnings:
-        echo_sentence(
-            "trust these less; more times: -n, up to a second a size (-e leaves out slow ones); more sizes: -b, -e, -f",
-            err=True,
-        )
 
 
 def _print(measured: Profile, rows: Rows, output: Path | None) -> None:

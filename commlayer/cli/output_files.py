@@ -8,15 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from commlayer.cli.tables import echo_sentence
-from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import write_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from commlayer.profiles.profile import Profile
-
-__all__ = ["draw", "save_profile", "tell", "write_chrome"]
+__all__ = ["draw", "tell", "write_chrome"]
 
 
 def draw(path: Path, figure: Figure) -> None:
@@ -24,14 +21,6 @@ def draw(path: Path, figure: Figure) -> None:
 
     save_figure(figure, path)
     tell("picture", path)
-
-
-def save_profile(profile: Profile, path: Path, *, replaces: bool) -> None:
-    """Write a profile. Raises UsageError where there is such a file, and it is not to be replaced."""
-    try:
-        profile.save(path, new_only=not replaces)
-    except FileExistsError as error:
-        raise UsageError(f"{path}: there is such a file already: choose another, or --force to replace it") from error
 
 
 def write_chrome(path: Path, trace: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -32,9 +32,6 @@ from commlayer.scheduler.price import Timeline
 from commlayer.scheduler.traffic import Traffic
 from commlayer.scheduler.wire import Wire
 from commlayer.units import format_bytes
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["as_dict", "best_of_each", "plan"]
 
@@ -79,7 +76,10 @@ def plan(ctx: click.Context, /, profile_name: str, trace: Path | None, picture: 
 
         write_chrome(trace, chrome_trace(best_of_each(decision)))
     if picture is not None:
-        draw(picture, _figure(decision, profile))
+        from commlayer.drawing.figures import plans_figure
+
+        title = f"{traffic.collective} of {format_bytes(traffic.logical_bytes)} on {profile.name} ({profile.kind})"
+        draw(picture, plans_figure(best_of_each(decision), title, chosen=decision.plan.name))
     if options["as_json"]:
         print_json(as_dict(decision, profile))
     else:
@@ -177,18 +177,13 @@ def _kind(timeline: Timeline) -> tuple[Strategy, Wire]:
     return timeline.plan.strategy, timeline.plan.wire
 
 
-def _shown(decision: Decision, show_all: bool) -> list[Timeline]:
+def _show(decision: Decision, profile: Profile, show_all: bool) -> None:
+    echo_sentence(f"{words(decision.traffic)}; profile {profile.name} ({profile.kind}, {profile.topology})\n")
     shown: list[Timeline] = []
     for _, group in groupby(decision.candidates, key=_kind):
         members = list(group)
         ranked = sorted(members, key=lambda timeline: timeline.total_us)[: None if show_all else _BEST_COUNTS]
         shown += [member for member in members if member in ranked or member is decision.timeline]
-    return shown
-
-
-def _show(decision: Decision, profile: Profile, show_all: bool) -> None:
-    echo_sentence(f"{words(decision.traffic)}; profile {profile.name} ({profile.kind}, {profile.topology})\n")
-    shown = _shown(decision, show_all)
     flat_us = next((t.total_us for t in decision.candidates if t.plan.strategy is Strategy.FLAT), 0.0)
     rows = [_cells(timeline, flat_us, timeline is decision.timeline) for timeline in shown]
     is_one_wire = len({timeline.plan.wire for timeline in shown}) == 1
@@ -223,11 +218,3 @@ def _cells(timeline: Timeline, flat_us: float, is_chosen: bool) -> list[str]:
         timeline.bottleneck.value,
         ", ".join(marks),
     ]
-
-
-def _figure(decision: Decision, profile: Profile) -> Figure:
-    from commlayer.drawing.figures import plans_figure
-
-    traffic = decision.traffic
-    title = f"{traffic.collective} of {format_bytes(traffic.logical_bytes)} on {profile.name} ({profile.kind})"
-    return plans_figure(best_of_each(decision), title, chosen=decision.plan.name)

@@ -182,7 +182,25 @@ def _show(profile: Profile) -> None:
     )
     for curve in profile.curves:
         echo()
-        _print_curve(profile, curve)
+        peak = profile.peaks.of(curve.link)
+        known = "not known" if curve.holdout_error is None else f"{curve.holdout_error:.1%}"
+        title = (
+            f"{curve.collective} on {curve.link}, {counted(curve.group_size, 'rank')}: latency "
+            f"{curve.latency_us:.4g} µs, bandwidth {curve.bandwidth_gbps:.4g} GB/s, hold-out error {known}"
+        )
+        rows = [
+            [
+                str(size),
+                format_bytes(size),
+                f"{time_us:.5g}" if time_us < 1e5 else f"{time_us:.0f}",
+                f"{curve.algbw_gbps(size):.4g}",
+                f"{curve.busbw_gbps(size):.4g}",
+                f"{curve.efficiency(size, peak):.1%}",
+            ]
+            for size, time_us in zip(curve.bytes, curve.time_us, strict=True)
+        ]
+        columns = [">size(B)", ">", ">time(us)", ">algbw(GB/s)", ">busbw(GB/s)", ">of peak"]
+        print_table(columns, rows, title=title, spare=(1, 3))
     if profile.interference:
         rows = [[f"{entry.resource} beside {entry.other}", f"×{entry.slowdown:.3f}"] for entry in profile.interference]
         echo()
@@ -196,29 +214,6 @@ def _show(profile: Profile) -> None:
     if profile.environment:
         echo()
         print_table(["environment", "~"], sorted(profile.environment.items()))
-
-
-def _print_curve(profile: Profile, curve: Curve) -> None:
-    peak = profile.peaks.of(curve.link)
-    known = "not known" if curve.holdout_error is None else f"{curve.holdout_error:.1%}"
-    title = (
-        f"{curve.collective} on {curve.link}, {counted(curve.group_size, 'rank')}: latency "
-        f"{curve.latency_us:.4g} µs, bandwidth {curve.bandwidth_gbps:.4g} GB/s, hold-out error {known}"
-    )
-    rows = [
-        [
-            str(size),
-            format_bytes(size),
-            f"{time_us:.5g}" if time_us < 1e5 else f"{time_us:.0f}",
-            f"{curve.algbw_gbps(size):.4g}",
-            f"{curve.busbw_gbps(size):.4g}",
-            f"{curve.efficiency(size, peak):.1%}",
-        ]
-        for size, time_us in zip(curve.bytes, curve.time_us, strict=True)
-    ]
-    print_table(
-        [">size(B)", ">", ">time(us)", ">algbw(GB/s)", ">busbw(GB/s)", ">of peak"], rows, title=title, spare=(1, 3)
-    )
 
 
 def _checked(name: str) -> dict[str, Any]:

@@ -102,7 +102,13 @@ def show(path: Path, ranks: int, layer: int, picture: Path | None, as_json: bool
       commlayer routing show routing.json --ranks 4 --picture load.svg
     """
     loads = _read(path)
-    by_rank = _by_rank(loads, ranks)
+    if ranks > loads.num_experts:
+        raise UsageError(f"--ranks {ranks}: expected at most the {loads.num_experts} experts")
+    import numpy as np
+
+    # Choices of each rank's experts, [steps, layers, ranks], where they lie in order.
+    sizes = [len(part) for part in np.array_split(np.arange(loads.num_experts), ranks)]
+    by_rank = np.add.reduceat(loads.counts, np.cumsum([0, *sizes[:-1]]), axis=2)
     if picture is not None:
         from commlayer.drawing.figures import loads_figure
 
@@ -229,16 +235,6 @@ def _read(path: Path) -> ExpertLoads:
     from commlayer.readers.routing_files import read_routing
 
     return read_routing(path)
-
-
-def _by_rank(loads: ExpertLoads, ranks: int) -> Any:
-    """Choices of each rank's experts, [steps, layers, ranks], where they lie in order."""
-    import numpy as np
-
-    if ranks > loads.num_experts:
-        raise UsageError(f"--ranks {ranks}: expected at most the {loads.num_experts} experts")
-    sizes = [len(part) for part in np.array_split(np.arange(loads.num_experts), ranks)]
-    return np.add.reduceat(loads.counts, np.cumsum([0, *sizes[:-1]]), axis=2)
 
 
 def _layer_row(loads: ExpertLoads, by_rank: Any, place: int) -> dict[str, Any]:

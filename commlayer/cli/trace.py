@@ -3,7 +3,7 @@ what held the job up: lanes, groups, late ranks, wrong predictions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -218,10 +218,10 @@ def _show_lanes(ranks: Sequence[Selected]) -> None:
             [
                 times.lane or "none",
                 str(times.num_calls),
-                *(f"{us / 1e3:.3f}" for us in (times.busy_us, times.queued_us, times.held_us, times.exposed_us)),
+                *(_cell(times, field) for field in ("busy_us", "queued_us", "held_us", "exposed_us")),
                 format_bytes(times.logical_bytes),
                 *(["?", "?"] if times.num_unknown == times.num_calls else sent),
-                _cell(times.wire_ratio),
+                _cell(times, "wire_ratio"),
             ]
         )
     columns = ["lane", ">calls", ">busy ms", ">queued ms", ">held ms", ">exposed ms"]
@@ -245,21 +245,10 @@ def _show_groups(ranks: Sequence[Selected], show_all: bool) -> None:
     if not groups:
         return
     shown = groups if show_all else groups[:_MOST_ROWS]
-    rows = [
-        [
-            each.group,
-            str(each.num_ranks),
-            each.collective,
-            str(each.num_calls),
-            format_bytes(each.median_bytes),
-            _cell(each.median_us, 1e3),
-            _cell(each.worst_us, 1e3),
-            "–" if each.busbw_gbps is None else f"{each.busbw_gbps:.4g}",
-        ]
-        for each in shown
-    ]
-    columns = ["~group", ">ranks", "collective", ">calls", ">bytes, median", ">ms, median", ">worst", ">bus GB/s"]
-    print_table(columns, rows, title="Groups: what a call takes once its last rank has come")
+    columns = {"~group": "group", ">ranks": "num_ranks", "collective": "collective", ">calls": "num_calls"}
+    columns |= {">bytes, median": "median_bytes", ">ms, median": "median_us", ">worst": "worst_us"}
+    columns |= {">bus GB/s": "busbw_gbps"}
+    _print_rows(columns, shown, "Groups: what a call takes once its last rank has come")
     if len(shown) < len(groups):
         echo_sentence(f"{counted(len(groups) - len(shown), 'group')} of less time not shown (--all)")
     echo()
@@ -275,9 +264,7 @@ def _show_lateness(job: TracedJob, show_all: bool) -> None:
             str(each.rank),
             each.host or "?",
             str(each.num_calls),
-            f"{each.median_us / 1e3:.3f}" if each.num_calls else "–",
-            f"{each.worst_us / 1e3:.3f}" if each.num_calls else "–",
-            f"{each.num_last}" if each.num_calls else "–",
+            *(_cell(each, field) if each.num_calls else "–" for field in ("median_us", "worst_us", "num_last")),
             each.worst,
         ]
         for each in shown
@@ -298,19 +285,9 @@ def _show_work(work: Sequence[GroupWork], profile: str) -> None:
     if not work:
         echo_sentence(f"--plan {profile}: no size is recorded of a collective that is planned")
         return
-    rows = [
-        [
-            each.group,
-            each.collective,
-            each.shape,
-            str(each.num_calls),
-            format_bytes(each.median_bytes),
-            _cell(each.imbalance),
-        ]
-        for each in work
-    ]
-    columns = ["~group", "collective", "nodes", ">calls", ">bytes, median", ">busiest / mean"]
-    print_table(columns, rows, title=f"Workload: what groups called, their ranks in the order of {profile}")
+    columns = {"~group": "group", "collective": "collective", "nodes": "shape", ">calls": "num_calls"}
+    columns |= {">bytes, median": "median_bytes", ">busiest / mean": "imbalance"}
+    _print_rows(columns, work, f"Workload: what groups called, their ranks in the order of {profile}")
     for each in work:
         echo(f"  {plan_command(each, profile)}")
     echo()
@@ -320,23 +297,25 @@ def _show_plans(ranks: Sequence[Selected]) -> None:
     errors = plans(ranks)
     if not errors:
         return
-    rows = [
-        [
-            each.collective,
-            each.plan,
-            str(each.num_calls),
-            str(each.num_held),
-            _cell(each.predicted_us, 1e3),
-            _cell(each.measured_us, 1e3),
-            _cell(each.ratio),
-            _cell(each.ratio_together),
-        ]
-        for each in errors
-    ]
-    columns = ["collective", "plan", ">calls", ">left out: held", ">predicted ms", ">measured ms", ">ratio"]
-    columns.append(">without late ranks")
-    print_table(columns, rows, title="Predicted and measured: medians of the calls that no rank held for a higher lane")
+    columns = {"collective": "collective", "plan": "plan", ">calls": "num_calls", ">left out: held": "num_held"}
+    columns |= {">predicted ms": "predicted_us", ">measured ms": "measured_us", ">ratio": "ratio"}
+    columns |= {">without late ranks": "ratio_together"}
+    _print_rows(columns, errors, "Predicted and measured: medians of the calls that no rank held for a higher lane")
 
 
-def _cell(value: float | None, unit: float = 1.0) -> str:
-    return "–" if value is None else f"{value / unit:.3f}"
+def _print_rows(columns: Mapping[str, str], rows: Sequence[Any], title: str) -> None:
+    """Print fields of ``rows`` by the headers of their columns."""
+    print_table(list(columns), [[_cell(each, field) for field in columns.values()] for each in rows], title=title)
+
+
+def _cell(row: Any, field: str) -> str:
+    """A field in the unit that its name says, times in ms; a dash where nothing is known."""
+    value = getattr(row, field)
+    if value is None:
+        return "–"
+    if field.endswith("_us"):
+        return f"{value / 1e3:.3f}"
+    if field.endswith("_bytes"):
+        return format_bytes(value)
+    digits = ".4g" if field.endswith("_gbps") else ".3f"
+    return f"{value:{digits}}" if isinstance(value, float) else str(value)

@@ -55,7 +55,19 @@ def audit_figure(job: JobAudit) -> Figure:
     if others:
         rest = [calls for group in others for calls in group.calls]
         _points(times, ratios, rest, FAINT, ".", f"{len(others)} more groups")
-    _time_axes(times, [calls for group in groups for calls in group.calls])
+    calls = [calls for group in groups for calls in group.calls]
+    ends = [us / 1e3 for each in calls for us in (each.promised_each_us, each.measured_each_us) if us > 0]
+    limits = min(ends) / 1.5, max(ends) * 1.5
+    times.plot(limits, limits, color=INK, linestyle=(0, BEYOND), linewidth=1.1, label="as promised")
+    times.set(xscale="log", yscale="log", xlim=limits, ylim=limits, aspect="equal")
+    times.set(xlabel="promised (ms)", ylabel="measured (ms)", title="Calls, by group, plan and size")
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    is_wide = limits[1] > _WIDE * limits[0]
+    for axis in (times.xaxis, times.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1.0,) if is_wide else (1.0, 2.0, 5.0)))
+        axis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.set_minor_formatter(NullFormatter())
     ratios.axhline(1.0, color=INK, linestyle=(0, BEYOND), linewidth=1.1)
     ratios.set_xscale("log", base=2)
     ratios.set_yscale("log", base=2)
@@ -79,27 +91,6 @@ def _points(times: Axes, ratios: Axes, rows: Sequence[CallTotals], colour: str, 
         **look,
     )
     ratios.plot([calls.up_to_bytes for calls in shown], [calls.ratio for calls in shown], **look)
-
-
-def _time_axes(axes: Axes, rows: Sequence[CallTotals]) -> None:
-    ends = [us / 1e3 for calls in rows for us in (calls.promised_each_us, calls.measured_each_us) if us > 0]
-    limits = min(ends) / 1.5, max(ends) * 1.5
-    axes.plot(limits, limits, color=INK, linestyle=(0, BEYOND), linewidth=1.1, label="as promised")
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlim(limits)
-    axes.set_ylim(limits)
-    axes.set_aspect("equal")
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    is_wide = limits[1] > _WIDE * limits[0]
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(LogLocator(subs=(1.0,) if is_wide else (1.0, 2.0, 5.0)))
-        axis.set_major_formatter(lambda value, _: f"{value:g}")
-        axis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("promised (ms)")
-    axes.set_ylabel("measured (ms)")
-    axes.set_title("Calls, by group, plan and size")
 
 
 @styled

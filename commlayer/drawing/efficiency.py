@@ -56,7 +56,7 @@ def efficiency_figure(profile: Profile) -> Figure:
     grid = figure.subplots(num_rows, num_columns, squeeze=False).flatten()
     for axes, ((link, size), curves) in zip(grid, panels.items(), strict=False):
         for curve in curves:
-            _efficiency(axes, curve, profile.peaks.of(link), *looks[curve.collective], name=curve.collective)
+            _efficiency(axes, curve, profile.peaks.of(link), *looks[curve.collective])
         axes.axhline(1.0, color=FAINT, linewidth=1.0)
         axes.text(0.004, 1.0, "peak", transform=axes.get_yaxis_transform(), color=FAINT, va="bottom")
         axes.set_xscale("log", base=2)
@@ -79,7 +79,7 @@ def efficiency_figure(profile: Profile) -> Figure:
     return figure
 
 
-def _efficiency(axes: Axes, curve: Curve, peak_gbps: float, colour: str, marker: str, *, name: str) -> None:
+def _efficiency(axes: Axes, curve: Curve, peak_gbps: float, colour: str, marker: str) -> None:
     from numpy import geomspace
 
     def values(sizes: Iterable[float]) -> list[float]:
@@ -92,4 +92,3 @@ def _efficiency(axes: Axes, curve: Curve, peak_gbps: float, colour: str, marker:
     for low, high in ((first / _REACH, first), (last, last * _REACH)):
         outside = geomspace(low, high, _POINTS)
         axes.plot(outside, values(outside), color=colour, linewidth=1.1, linestyle=(0, BEYOND))
-    axes.plot([], [], color=colour, marker=marker, markersize=4.5, linewidth=1.6, label=name)

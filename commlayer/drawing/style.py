@@ -235,11 +235,8 @@ def svg_fragment(figure: Figure, prefix: str, label: str) -> str:
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'\bid="', f'id="{prefix}', svg)
-    svg = re.sub(r"url\(#", f"url(#{prefix}", svg)
-    svg = re.sub(r'href="#', f'href="#{prefix}', svg)
-    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
-    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{prefix}", svg)
+    svg = re.sub("<svg[^>]*", lambda tag: re.sub(r' (width|height)="[^"]*"', "", tag[0]), svg, count=1)
     for colour, variable in _VARIABLES.items():
         svg = svg.replace(colour, f"var({variable})")
     return svg.replace("<svg", f'<svg role="img" aria-label="{escape(label, quote=True)}"', 1)

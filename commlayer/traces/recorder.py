@@ -143,10 +143,6 @@ def recorder() -> Recorder | None:
     return _recorder
 
 
-def _alone(value: int) -> list[int]:
-    return [value]
-
-
 def open_recorder(
     folder: str | Path,
     rank: int,
@@ -174,8 +170,7 @@ def open_recorder(
             f"expected a gather over the {world_size} ranks of the job, got none: their files could not be merged"
         )
     close_recorder()
-    if gather is None:
-        gather = _alone
+    gather = gather or (lambda value: [value])
     # Before a rank may fail at its folder: the others would wait for it.
     job = gather(secrets.randbits(63))[0]
     path = os.path.abspath(folder)
