@@ -26,7 +26,7 @@ from commlayer.cli.failure import refuse_damaged
 from commlayer.cli.option_types import REPORT, json_option
 from commlayer.cli.output_files import tell
 from commlayer.cli.replicas import of_replicas
-from commlayer.cli.tables import echo, echo_sentence, print_json, print_table, rounded
+from commlayer.cli.tables import echo, echo_sentence, print_json, print_table, record, rounded
 from commlayer.profiles.counted import counted, listed
 
 __all__ = ["audit_command"]
@@ -174,28 +174,13 @@ def _as_dict(audit: JobAudit, notes: Sequence[str]) -> dict[str, Any]:
 
 def _group(group: GroupTotals) -> dict[str, Any]:
     return {
-        "group": group.group,
-        "description": group.description,
-        "ranks": group.ranks,
-        "nodes": group.nodes,
-        "profile": group.profile,
-        "promised_us": rounded(group.promised_us),
-        "measured_us": rounded(group.measured_us),
-        "lost_us": rounded(group.lost_us),
-        "late_us": None if group.late_us is None else rounded(group.late_us),
-        "plan_us": None if group.plan_us is None else rounded(group.plan_us),
+        **record(group, "group", "description", "ranks", "nodes", "profile"),
+        **record(group, "promised_us", "measured_us", "lost_us", "late_us", "plan_us"),
         "beside_calls": group.beside.rank_calls,
         "beside_promised_us": rounded(group.beside.promised_us),
         "beside_measured_us": rounded(group.beside.measured_us),
-        "alone_ratio": rounded(group.alone_ratio, 6),
-        "held_us": rounded(group.held_us),
-        "comparable_calls": group.comparable_calls,
-        "compared_calls": group.compared_calls,
-        "fabric_rate": rounded(group.fabric_rate, 6),
-        "slow_nodes": [
-            {"node": node.node, "host": node.host, "ranks": node.ranks, "rate": rounded(node.rate, 6)}
-            for node in group.slow_nodes
-        ],
+        **record(group, "alone_ratio", "held_us", "comparable_calls", "compared_calls", "fabric_rate"),
+        "slow_nodes": [record(node, "node", "host", "ranks", "rate") for node in group.slow_nodes],
         "calls": [_calls(calls) for calls in group.calls],
         "late": group.late,
         "events": group.events,
@@ -204,15 +189,8 @@ def _group(group: GroupTotals) -> dict[str, Any]:
 
 def _calls(calls: CallTotals) -> dict[str, Any]:
     return {
-        "collective": calls.collective,
-        "plan": calls.plan,
-        "up_to_bytes": calls.up_to_bytes,
-        "calls": calls.num_calls,
-        "promised_each_us": rounded(calls.promised_each_us),
-        "measured_each_us": rounded(calls.measured_each_us),
-        "ratio": rounded(calls.ratio, 6),
-        "worst_rank": calls.worst_rank,
-        "worst_ratio": rounded(calls.worst_ratio, 6),
+        **record(calls, "collective", "plan", "up_to_bytes", "num_calls", "promised_each_us", "measured_each_us"),
+        **record(calls, "ratio", "worst_rank", "worst_ratio"),
         "total_calls": calls.rank_calls,
         "total_logical_bytes": calls.logical_bytes,
         "total_wire_bytes": None

@@ -112,8 +112,12 @@ def emulate(
         raise UsageError(
             "--memory and --scale are of the accelerator whose rate --compute gives: add it, such as --compute 4tflops"
         )
-    links = {"inter": inter, "intra": intra, "delay_us": delay}
-    with _built(nodes, ranks_per_node, **links, mode=mode, compute=compute, memory=memory, scale=scale) as cluster:
+    from commlayer.emulation import EmulatedCluster
+
+    links: dict[str, Any] = {"inter": inter, "intra": intra, "delay_us": delay, "mode": mode}
+    with said_warnings("commlayer emulate: "):
+        built = EmulatedCluster(nodes, ranks_per_node, **links, compute=compute, memory=memory, scale=scale)
+    with built as cluster:
         slow = _slowed(cluster, slow_nodes, slow_pairs)
         device = describe_device(cluster.accelerator)
         _say(_describe(cluster.shaped, nodes, ranks_per_node, inter, intra, delay) + slow + device)
@@ -148,13 +152,6 @@ def _slowed(cluster: EmulatedCluster, slow_nodes: Sequence[tuple[int, str]], slo
     except UsageError as error:
         raise UsageError(f"{option}: {without_field(error)}") from error
     return words
-
-
-def _built(nodes: int, ranks_per_node: int, **links: Any) -> EmulatedCluster:
-    from commlayer.emulation import EmulatedCluster
-
-    with said_warnings("commlayer emulate: "):
-        return EmulatedCluster(nodes, ranks_per_node, **links)
 
 
 def _run(

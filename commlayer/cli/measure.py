@@ -90,13 +90,7 @@ def measure_command(
     if outcome is None:
         return
     measured, rows = outcome
-    if doubtful := doubts(measured.curves):
-        for doubt in doubtful:
-            echo_sentence(f"warning: {doubt}", err=True)
-        echo_sentence(
-            "trust these less; more times: -n, up to a second a size (-e leaves out slow ones); more sizes: -b, -e, -f",
-            err=True,
-        )
+    _warn(measured)
     if output is not None:
         measured.save(output)
     if table_json is not None:
@@ -207,6 +201,17 @@ def link_rates(place: Place) -> dict[str, str]:
         return {"emulated": mode}
     rates = {"inter": place.inter or "unshaped", "intra": place.intra or "unshaped"}
     return {"emulated": mode, **rates, "delay_us": f"{place.delay_us:g}"}
+
+
+def _warn(measured: Profile) -> None:
+    """Say on stderr which curves rest on too few times or sizes, and how to have more."""
+    if doubtful := doubts(measured.curves):
+        for doubt in doubtful:
+            echo_sentence(f"warning: {doubt}", err=True)
+        echo_sentence(
+            "trust these less; more times: -n, up to a second a size (-e leaves out slow ones); more sizes: -b, -e, -f",
+            err=True,
+        )
 
 
 def _print(measured: Profile, rows: Rows, output: Path | None) -> None:

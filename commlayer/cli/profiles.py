@@ -13,7 +13,7 @@ from commlayer.cli.failure import fitting
 from commlayer.cli.interchange import export_command, import_command, tuner_command
 from commlayer.cli.option_types import PICTURE, PROFILE, json_option
 from commlayer.cli.output_files import draw
-from commlayer.cli.tables import echo, echo_sentence, print_json, print_table, rounded
+from commlayer.cli.tables import echo, echo_sentence, print_json, print_table, record, rounded
 from commlayer.profiles import catalog
 from commlayer.profiles.compare import diff
 from commlayer.profiles.counted import counted
@@ -134,28 +134,16 @@ def _shortened(a: str, b: str) -> tuple[str, str]:
 
 def _summary(profile: Profile) -> dict[str, Any]:
     return {
-        "name": profile.name,
-        "kind": profile.kind,
-        "topology": profile.topology,
-        "fingerprint": profile.fingerprint,
-        "gather": profile.gather,
-        "peaks": profile.peaks,
-        "error": rounded(profile.error, 6),
-        "curves": [{"collective": c.collective, "link": c.link, "group_size": c.group_size} for c in profile.curves],
-        "interference": profile.interference,
-        "environment": profile.environment,
-        "source": profile.source,
+        **record(profile, "name", "kind", "topology", "fingerprint", "gather", "peaks", "error"),
+        "curves": [record(curve, "collective", "link", "group_size") for curve in profile.curves],
+        **record(profile, "interference", "environment", "source"),
     }
 
 
 def _curve_dict(profile: Profile, curve: Curve) -> dict[str, Any]:
     peak = profile.peaks.of(curve.link)
     return {
-        "collective": curve.collective,
-        "link": curve.link,
-        "group_size": curve.group_size,
-        "latency_us": rounded(curve.latency_us),
-        "bandwidth_gbps": rounded(curve.bandwidth_gbps, 6),
+        **record(curve, "collective", "link", "group_size", "latency_us", "bandwidth_gbps"),
         "holdout_error": curve.holdout_error,
         "source": curve.source,
         "rows": [

@@ -32,6 +32,7 @@ __all__ = [
     "print_grid",
     "print_json",
     "print_table",
+    "record",
     "rounded",
     "said_warnings",
     "wrapped",
@@ -118,6 +119,15 @@ def print_json(content: Any) -> None:
 def rounded(value: float, digits: int = 3) -> float:
     """Round µs to the nanosecond, for JSON: more digits would only pretend."""
     return round(value, digits)
+
+
+def record(row: Any, *names: str) -> dict[str, Any]:
+    """Fields of ``row`` for JSON: times to the nanosecond, other fractions to six digits. A field ``num_calls`` is ``calls``."""
+    values = {name.removeprefix("num_"): getattr(row, name) for name in names}
+    return {
+        name: rounded(value, 3 if name.endswith("_us") else 6) if isinstance(value, float) else value
+        for name, value in values.items()
+    }
 
 
 def _is_width_known() -> bool:

@@ -4,7 +4,6 @@ what held the job up: lanes, groups, late ranks, wrong predictions."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,12 @@ from commlayer.cli.commands import Command
 from commlayer.cli.failure import refuse_damaged
 from commlayer.cli.option_types import DURATION_US, OUTPUT_FILE, PLACE, PROFILE, json_option
 from commlayer.cli.output_files import tell
-from commlayer.cli.tables import echo, echo_sentence, print_json, print_table, rounded
+from commlayer.cli.tables import echo, echo_sentence, print_json, print_table, record, rounded
 from commlayer.cli.traced_jobs import TracedJob, missing_ranks, read_jobs
 from commlayer.profiles import catalog
 from commlayer.profiles.counted import counted, listed
 from commlayer.profiles.topology import Topology
-from commlayer.traces.analyse import LaneTimes, Selected, Window, group_times, lane_times, lateness, plans
+from commlayer.traces.analyse import GroupTimes, LaneTimes, Selected, Window, group_times, lane_times, lateness, plans
 from commlayer.traces.chrome_of_job import merged_events
 from commlayer.traces.rank_files import write_trace
 from commlayer.traces.workload import GroupWork, plan_command, workload
@@ -119,8 +118,9 @@ def _print(
         contents = {job.replica: _as_dict(job) for job in jobs}
         if profile is not None:
             for job, each in zip(jobs, work, strict=True):
-                rows = [_record(row, command=plan_command(row, profile)) for row in each]
-                contents[job.replica]["workload"] = rows
+                contents[job.replica]["workload"] = [
+                    record(row, *GroupWork.__slots__) | {"command": plan_command(row, profile)} for row in each
+                ]
         print_json({"replicas": contents} if len(contents) > 1 else next(iter(contents.values())))
         return
     for job, each in zip(jobs, work, strict=True):
@@ -152,37 +152,29 @@ def _as_dict(job: TracedJob) -> dict[str, Any]:
         "notes": job.notes,
         "lanes": [_lane(times) for times in lane_times(ranks)] if has_lanes else [],
         "together": next((_lane(times) for times in lane_times(ranks, together=True)), None) if has_lanes else None,
-        "groups": [_record(each) for each in group_times(ranks)],
-        "stragglers": [_record(each) for each in lateness(ranks, job.host_errors_ns)],
-        "plans": [_record(each) for each in plans(ranks)],
+        "groups": [record(each, *GroupTimes.__slots__) for each in group_times(ranks)],
+        "stragglers": [
+            record(each, "rank", "host", "num_calls", "median_us", "worst_us", "worst", "num_last")
+            for each in lateness(ranks, job.host_errors_ns)
+        ],
+        "plans": [
+            record(each, "collective", "plan", "num_calls")
+            | {"held_calls": each.num_held}
+            | record(each, "predicted_us", "measured_us", "ratio", "ratio_together")
+            for each in plans(ranks)
+        ],
     }
 
 
-_NAMES = {
-    "num_held": "held_calls",
-    "num_unknown": "unknown_calls",
-    "num_unfinished": "unfinished_calls",
-    "late_us": "",
-    "inter_bytes": "",
-    "intra_bytes": "",
-    "known_logical_bytes": "",
-}
-"""The names of a record's fields in JSON where they are not the field's without ``num_``; empty: it is not there."""
-
-
-def _record(each: Any, **more: Any) -> dict[str, Any]:
-    """A row of the analysis for ``--json``: times to the nanosecond, other fractions to six digits."""
-    content = {}
-    for field in fields(each):
-        name, value = _NAMES.get(field.name, field.name.removeprefix("num_")), getattr(each, field.name)
-        if name:
-            content[name] = rounded(value, 3 if name.endswith("_us") else 6) if isinstance(value, float) else value
-    return content | more
-
-
 def _lane(times: LaneTimes) -> dict[str, Any]:
-    ratio = None if times.wire_ratio is None else rounded(times.wire_ratio, 6)
-    return _record(times, wire_bytes={"inter": times.inter_bytes, "intra": times.intra_bytes}, wire_ratio=ratio)
+    return {
+        **record(times, "lane", "num_calls", "num_ranks", "busy_us", "queued_us", "held_us", "exposed_us"),
+        "logical_bytes": times.logical_bytes,
+        "wire_bytes": {"inter": times.inter_bytes, "intra": times.intra_bytes},
+        "unknown_calls": times.num_unknown,
+        "unfinished_calls": times.num_unfinished,
+        **record(times, "wire_ratio"),
+    }
 
 
 def _show(job: TracedJob, show_all: bool) -> None:
