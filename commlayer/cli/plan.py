@@ -19,7 +19,7 @@ from commlayer.cli.plan_options import (
     refuse_ignored,
     traffic_options,
 )
-from commlayer.cli.tables import echo_sentence, print_json, print_table, rounded
+from commlayer.cli.tables import echo_sentence, print_json, print_table, record, rounded
 from commlayer.cli.traffic_options import check_siblings, group_traffic, size_of, traffic_for, wires_for, words
 from commlayer.profiles import catalog
 from commlayer.profiles.counted import counted
@@ -106,12 +106,7 @@ def as_dict(decision: Decision, profile: Profile) -> dict[str, Any]:
     """Return the decision for ``--json``; times in µs, ``margin`` and ``tolerance`` as fractions."""
     traffic = decision.traffic
     return {
-        "profile": {
-            "name": profile.name,
-            "fingerprint": profile.fingerprint,
-            "kind": profile.kind,
-            "topology": profile.topology,
-        },
+        "profile": record(profile, "name", "fingerprint", "kind", "topology"),
         "traffic": {
             "collective": traffic.collective,
             "bytes": traffic.logical_bytes,
@@ -122,9 +117,7 @@ def as_dict(decision: Decision, profile: Profile) -> dict[str, Any]:
         },
         "decision": {
             **_candidate(decision.timeline),
-            "margin": rounded(decision.margin, 6),
-            "tolerance": rounded(decision.tolerance, 6),
-            "basis": decision.basis,
+            **record(decision, "margin", "tolerance", "basis"),
             "reason": decision.reason(),
             "unpriced": decision.unpriced,
         },

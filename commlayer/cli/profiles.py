@@ -17,7 +17,6 @@ from commlayer.cli.tables import echo, echo_sentence, print_json, print_table, r
 from commlayer.profiles import catalog
 from commlayer.profiles.compare import diff
 from commlayer.profiles.counted import counted
-from commlayer.profiles.curve import Curve
 from commlayer.profiles.errors import ProfileError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
@@ -67,7 +66,22 @@ def show(profile_name: str, picture: Path | None, as_json: bool) -> None:
 
         draw(picture, efficiency_figure(profile))
     if as_json:
-        print_json({**_summary(profile), "curves": [_curve_dict(profile, curve) for curve in profile.curves]})
+        curves = []
+        for curve in profile.curves:
+            peak = profile.peaks.of(curve.link)
+            rows = [
+                {
+                    "bytes": size,
+                    "time_us": rounded(time_us),
+                    "algbw_gbps": rounded(curve.algbw_gbps(size), 6),
+                    "busbw_gbps": rounded(curve.busbw_gbps(size), 6),
+                    "efficiency": rounded(curve.efficiency(size, peak), 6),
+                }
+                for size, time_us in zip(curve.bytes, curve.time_us, strict=True)
+            ]
+            about = record(curve, "collective", "link", "group_size", "latency_us", "bandwidth_gbps")
+            curves.append(about | {"holdout_error": curve.holdout_error, "source": curve.source, "rows": rows})
+        print_json({**_summary(profile), "curves": curves})
     else:
         _show(profile)
 
@@ -137,25 +151,6 @@ def _summary(profile: Profile) -> dict[str, Any]:
         **record(profile, "name", "kind", "topology", "fingerprint", "gather", "peaks", "error"),
         "curves": [record(curve, "collective", "link", "group_size") for curve in profile.curves],
         **record(profile, "interference", "environment", "source"),
-    }
-
-
-def _curve_dict(profile: Profile, curve: Curve) -> dict[str, Any]:
-    peak = profile.peaks.of(curve.link)
-    return {
-        **record(curve, "collective", "link", "group_size", "latency_us", "bandwidth_gbps"),
-        "holdout_error": curve.holdout_error,
-        "source": curve.source,
-        "rows": [
-            {
-                "bytes": size,
-                "time_us": rounded(time_us),
-                "algbw_gbps": rounded(curve.algbw_gbps(size), 6),
-                "busbw_gbps": rounded(curve.busbw_gbps(size), 6),
-                "efficiency": rounded(curve.efficiency(size, peak), 6),
-            }
-            for size, time_us in zip(curve.bytes, curve.time_us, strict=True)
-        ],
     }
 
 

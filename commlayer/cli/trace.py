@@ -27,6 +27,35 @@ from commlayer.units import format_bytes, format_us
 __all__ = ["trace"]
 
 _MOST_ROWS = 16
+_GROUPS = {
+    "~group": "group",
+    ">ranks": "num_ranks",
+    "collective": "collective",
+    ">calls": "num_calls",
+    ">bytes, median": "median_bytes",
+    ">ms, median": "median_us",
+    ">worst": "worst_us",
+    ">bus GB/s": "busbw_gbps",
+}
+_WORK = {
+    "~group": "group",
+    "collective": "collective",
+    "nodes": "shape",
+    ">calls": "num_calls",
+    ">bytes, median": "median_bytes",
+    ">busiest / mean": "imbalance",
+}
+_PLANS = {
+    "collective": "collective",
+    "plan": "plan",
+    ">calls": "num_calls",
+    ">left out: held": "num_held",
+    ">predicted ms": "predicted_us",
+    ">measured ms": "measured_us",
+    ">ratio": "ratio",
+    ">without late ranks": "ratio_together",
+}
+"""The columns of tables: fields of :mod:`commlayer.traces.analyse` by their headers."""
 
 
 @click.command(cls=Command)
@@ -177,6 +206,16 @@ def _lane(times: LaneTimes) -> dict[str, Any]:
     }
 
 
+def _show_work(work: Sequence[GroupWork], profile: str) -> None:
+    if not work:
+        echo_sentence(f"--plan {profile}: no size is recorded of a collective that is planned")
+        return
+    _print_rows(_WORK, work, f"Workload: what groups called, their ranks in the order of {profile}")
+    for row in work:
+        echo(f"  {plan_command(row, profile)}")
+    echo()
+
+
 def _show(job: TracedJob, show_all: bool) -> None:
     ranks = job.ranks
     hosts = len({rank.trace.host for rank in ranks})
@@ -192,9 +231,15 @@ def _show(job: TracedJob, show_all: bool) -> None:
         clocks = "not compared" if error_us < 0 else within
         echo_sentence(f"job {name}: {whose} on {counted(hosts, 'host')}, {calls} in {span}; clocks {clocks}\n")
         _show_lanes(ranks)
-    _show_groups(ranks, show_all)
+    if groups := group_times(ranks):
+        shown = groups if show_all else groups[:_MOST_ROWS]
+        _print_rows(_GROUPS, shown, "Groups: what a call takes once its last rank has come")
+        if len(shown) < len(groups):
+            echo_sentence(f"{counted(len(groups) - len(shown), 'group')} of less time not shown (--all)")
+        echo()
     _show_lateness(job, show_all)
-    _show_plans(ranks)
+    if errors := plans(ranks):
+        _print_rows(_PLANS, errors, "Predicted and measured: medians of the calls that no rank held for a higher lane")
 
 
 def _show_lanes(ranks: Sequence[Selected]) -> None:
@@ -232,20 +277,6 @@ def _show_lanes(ranks: Sequence[Selected]) -> None:
     echo()
 
 
-def _show_groups(ranks: Sequence[Selected], show_all: bool) -> None:
-    groups = group_times(ranks)
-    if not groups:
-        return
-    shown = groups if show_all else groups[:_MOST_ROWS]
-    columns = {"~group": "group", ">ranks": "num_ranks", "collective": "collective", ">calls": "num_calls"}
-    columns |= {">bytes, median": "median_bytes", ">ms, median": "median_us", ">worst": "worst_us"}
-    columns |= {">bus GB/s": "busbw_gbps"}
-    _print_rows(columns, shown, "Groups: what a call takes once its last rank has come")
-    if len(shown) < len(groups):
-        echo_sentence(f"{counted(len(groups) - len(shown), 'group')} of less time not shown (--all)")
-    echo()
-
-
 def _show_lateness(job: TracedJob, show_all: bool) -> None:
     late = lateness(job.ranks, job.host_errors_ns)
     if not any(each.num_calls for each in late):
@@ -271,28 +302,6 @@ def _show_lateness(job: TracedJob, show_all: bool) -> None:
             f"rank {worst.rank} is last most often: in {worst.num_last} of {counted(worst.num_calls, 'call')}"
         )
     echo()
-
-
-def _show_work(work: Sequence[GroupWork], profile: str) -> None:
-    if not work:
-        echo_sentence(f"--plan {profile}: no size is recorded of a collective that is planned")
-        return
-    columns = {"~group": "group", "collective": "collective", "nodes": "shape", ">calls": "num_calls"}
-    columns |= {">bytes, median": "median_bytes", ">busiest / mean": "imbalance"}
-    _print_rows(columns, work, f"Workload: what groups called, their ranks in the order of {profile}")
-    for each in work:
-        echo(f"  {plan_command(each, profile)}")
-    echo()
-
-
-def _show_plans(ranks: Sequence[Selected]) -> None:
-    errors = plans(ranks)
-    if not errors:
-        return
-    columns = {"collective": "collective", "plan": "plan", ">calls": "num_calls", ">left out: held": "num_held"}
-    columns |= {">predicted ms": "predicted_us", ">measured ms": "measured_us", ">ratio": "ratio"}
-    columns |= {">without late ranks": "ratio_together"}
-    _print_rows(columns, errors, "Predicted and measured: medians of the calls that no rank held for a higher lane")
 
 
 def _print_rows(columns: Mapping[str, str], rows: Sequence[Any], title: str) -> None:

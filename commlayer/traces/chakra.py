@@ -88,6 +88,19 @@ def encoded_graph(nodes: Iterable[RankNode], groups: Mapping[tuple[int, ...], st
     parts = [messages["GlobalMetadata"](version="0.0.4")]
     exact = rounded = 0.0
     for node in nodes:
+        kind = _type(node)
+        attributes: dict[str, dict[str, Any]] = {"is_cpu_op": {"bool_val": False}}
+        if kind != "compute":
+            attributes["comm_size"] = {"int64_val": node.nbytes}
+        if kind == "collective":
+            if node.collective not in COMM_TYPES:
+                raise UsageError(f"{node.name}: Chakra knows {', '.join(COMM_TYPES)}, and no {node.collective}")
+            attributes["comm_type"] = {"int64_val": COMM_TYPES[node.collective]}
+            attributes["pg_name"] = {"string_val": groups[node.ranks]}
+        elif kind != "compute":
+            sender, receiver = node.ranks
+            attributes["comm_src"], attributes["comm_dst"] = {"int32_val": sender}, {"int32_val": receiver}
+            attributes["comm_tag"] = {"int32_val": node.tag}
         exact += node.us
         whole_us = round(exact - rounded)
         rounded += whole_us
@@ -95,13 +108,10 @@ def encoded_graph(nodes: Iterable[RankNode], groups: Mapping[tuple[int, ...], st
             messages["Node"](
                 id=node.number,
                 name=node.name,
-                type=NODE_TYPES[_type(node)],
+                type=NODE_TYPES[kind],
                 data_deps=node.after,
                 duration_micros=whole_us,
-                attr=[
-                    messages["AttributeProto"](**{"name": name, **value})
-                    for name, value in _attributes(node, groups).items()
-                ],
+                attr=[messages["AttributeProto"](**{"name": name, **value}) for name, value in attributes.items()],
             )
         )
     return b"".join(_delimited(part.SerializeToString(deterministic=True)) for part in parts)
@@ -109,29 +119,6 @@ def encoded_graph(nodes: Iterable[RankNode], groups: Mapping[tuple[int, ...], st
 
 def _type(node: RankNode) -> str:
     return node.collective if node.collective in NODE_TYPES else "collective"
-
-
-def _attributes(node: RankNode, groups: Mapping[tuple[int, ...], str]) -> dict[str, dict[str, Any]]:
-    attributes: dict[str, dict[str, Any]] = {"is_cpu_op": {"bool_val": False}}
-    kind = _type(node)
-    if kind == "compute":
-        return attributes
-    attributes["comm_size"] = {"int64_val": node.nbytes}
-    if kind == "collective":
-        if node.collective not in COMM_TYPES:
-            raise UsageError(f"{node.name}: Chakra knows {', '.join(COMM_TYPES)}, and no {node.collective}")
-        return {
-            **attributes,
-            "comm_type": {"int64_val": COMM_TYPES[node.collective]},
-            "pg_name": {"string_val": groups[node.ranks]},
-        }
-    sender, receiver = node.ranks
-    return {
-        **attributes,
-        "comm_src": {"int32_val": sender},
-        "comm_dst": {"int32_val": receiver},
-        "comm_tag": {"int32_val": node.tag},
-    }
 
 
 def _delimited(message: bytes) -> bytes:
