@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from commlayer.cli.commands import Command
-from commlayer.cli.option_types import BYTES, COUNT, OUTPUT_FILE, PROFILE, REPORT, STEP_FACTOR, in_order, json_option
+from commlayer.cli.option_types import COUNT, OUTPUT_FILE, PROFILE, REPORT, in_order, json_option, size_options
 from commlayer.cli.place import Place, check_has_links, check_place, emulation, place_options, read_place, run_job
 from commlayer.cli.tables import echo_json, echo_sentence, print_table
 from commlayer.profiles.errors import InternalError
@@ -30,11 +30,7 @@ _bench_options = in_order(
     click.option(
         "--profile", "profile_name", type=PROFILE, help="Plan with this profile.  [measure the cluster first]"
     ),
-    click.option("-b", "--min-bytes", type=BYTES, default="64KiB", show_default=True, help="Smallest size, a rank."),
-    click.option("-e", "--max-bytes", type=BYTES, default="16MiB", show_default=True, help="Largest size, a rank."),
-    click.option(
-        "-f", "--factor", type=STEP_FACTOR, default=4.0, show_default=True, help="Each size over the one before."
-    ),
+    size_options("64KiB", "16MiB", 4.0),
     click.option("-n", "--rounds", type=COUNT, default=5, show_default=True, help="Rounds, at least."),
     click.option("--max-chunks", type=COUNT, default=16, show_default=True, help="No plan of more chunks."),
     click.option("--all-forms", is_flag=True, help="Also run the plans that gather the whole tensor, as MoNTA does."),

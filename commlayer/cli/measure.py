@@ -9,16 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from commlayer.cli.commands import Command
-from commlayer.cli.option_types import (
-    BYTES,
-    OUTPUT_FILE,
-    PICTURE,
-    PLACE,
-    STEP_FACTOR,
-    WholeNumber,
-    in_order,
-    json_option,
-)
+from commlayer.cli.option_types import OUTPUT_FILE, PICTURE, PLACE, WholeNumber, in_order, json_option, size_options
 from commlayer.cli.place import Place, check_has_links, emulation, place_options, read_place, run_job
 from commlayer.cli.tables import echo_json, echo_sentence, print_table
 from commlayer.profiles.errors import UsageError
@@ -39,11 +30,7 @@ Rows = list[tuple[str, str, int, "NcclRow"]]
 
 
 _sweep_options = in_order(
-    click.option("-b", "--min-bytes", type=BYTES, default="4KiB", show_default=True, help="Smallest size, a rank."),
-    click.option("-e", "--max-bytes", type=BYTES, default="32MiB", show_default=True, help="Largest size, a rank."),
-    click.option(
-        "-f", "--factor", type=STEP_FACTOR, default=2.0, show_default=True, help="Each size over the one before."
-    ),
+    size_options("4KiB", "32MiB", 2.0),
     click.option("-n", "--iters", type=WholeNumber(2), default=40, show_default=True, help="Most repeats of one size."),
     click.option("-w", "--warmup", type=PLACE, default=1, show_default=True, help="Runs that do not count."),
     click.option("-c", "--check", type=WholeNumber(0, 1), default=1, show_default=True, help="Check every byte first."),

@@ -50,6 +50,7 @@ __all__ = [
     "in_order",
     "json_option",
     "report_option",
+    "size_options",
 ]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -302,6 +303,18 @@ def given_options(ctx: click.Context) -> set[str]:
     """The names of the parameters that the user gave a value."""
     default = click.core.ParameterSource.DEFAULT
     return {name for name in ctx.params if ctx.get_parameter_source(name) not in (None, default)}
+
+
+def size_options(smallest: str, largest: str, factor: float) -> Callable[[Command], Command]:
+    """The options that say which sizes are measured, by nccl-tests' letters, with these defaults."""
+    shown: dict[str, Any] = {"show_default": True}
+    return in_order(
+        click.option("-b", "--min-bytes", type=BYTES, default=smallest, help="Smallest size, a rank.", **shown),
+        click.option("-e", "--max-bytes", type=BYTES, default=largest, help="Largest size, a rank.", **shown),
+        click.option(
+            "-f", "--factor", type=STEP_FACTOR, default=factor, help="Each size over the one before.", **shown
+        ),
+    )
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")

@@ -18,36 +18,31 @@ from commlayer.scheduler.mapping.software import STATE_BYTES
 
 __all__ = ["MEGATRON_ARGS"]
 
-_NUMBERS = {
-    "tensor-model-parallel-size": "tp",
-    "context-parallel-size": "cp",
-    "expert-model-parallel-size": "ep",
-    "pipeline-model-parallel-size": "pp",
-    "num-virtual-stages-per-pipeline-rank": "vpp",
-    "micro-batch-size": "micro_batch",
-    "global-batch-size": "global_batch",
-    "seq-length": "sequence",
+_SAME: dict[str, tuple[str, int | tuple[str, ...] | type | None]] = {
+    "tensor-model-parallel-size": ("tp", 1),
+    "context-parallel-size": ("cp", 1),
+    "expert-model-parallel-size": ("ep", 1),
+    "pipeline-model-parallel-size": ("pp", 1),
+    "num-virtual-stages-per-pipeline-rank": ("vpp", 1),
+    "micro-batch-size": ("micro_batch", 1),
+    "global-batch-size": ("global_batch", 1),
+    "seq-length": ("sequence", 1),
+    "mtp-num-layers": ("mtp", 0),
+    "pipeline-model-parallel-layout": ("pipeline_layout", str),
+    "moe-expert-capacity-factor": ("capacity_factor", float),
+    "main-grads-dtype": ("main_grads_dtype", ("fp32", "bf16")),
+    "main-params-dtype": ("main_params_dtype", ("fp32", "fp16")),
+    "exp-avg-dtype": ("exp_avg_dtype", tuple(STATE_BYTES)),
+    "exp-avg-sq-dtype": ("exp_avg_sq_dtype", tuple(STATE_BYTES)),
+    "moe-shared-expert-overlap": ("shared_expert_overlap", None),
+    "fp8-param-gather": ("fp8_param_gather", None),
+    "activation-func-fp8-input-store": ("activation_func_fp8_input_store", None),
+    "use-transformer-engine-op-fuser": ("use_transformer_engine_op_fuser", None),
 }
-"""Flags with a whole number that are options under another name."""
-_FORMATS = {
-    "main-grads-dtype": ("fp32", "bf16"),
-    "main-params-dtype": ("fp32", "fp16"),
-    "exp-avg-dtype": tuple(STATE_BYTES),
-    "exp-avg-sq-dtype": tuple(STATE_BYTES),
-}
-"""Flags with a format that are options of the same name, and the formats."""
-_SWITCHES = {
-    "moe-shared-expert-overlap": "shared_expert_overlap",
-    "fp8-param-gather": "fp8_param_gather",
-    "activation-func-fp8-input-store": "activation_func_fp8_input_store",
-    "use-transformer-engine-op-fuser": "use_transformer_engine_op_fuser",
-}
-"""Flags without a value that are options under another name."""
+"""Flags that are options under another name, or under their own, and their values: a whole number of at least so much, one of
+several words, a text (str), a number (float); None: the flag has none."""
 _READ = {
-    *_NUMBERS,
-    *_FORMATS,
-    *_SWITCHES,
-    *("mtp-num-layers", "pipeline-model-parallel-layout", "moe-expert-capacity-factor"),
+    *_SAME,
     *("expert-tensor-parallel-size", "num-layers-per-virtual-pipeline-stage", "nnodes", "nproc-per-node"),
     *("recompute-granularity", "recompute-modules", "offload-modules", "fine-grained-activation-offloading"),
     *("fp8-format", "fp8-recipe", "bf16", "moe-token-dispatcher-type", "moe-flex-dispatcher-backend"),
@@ -88,9 +83,6 @@ _STAGES = {"no_shard": "0", "optim": "1", "optim_grads": "2", "optim_grads_param
 def _options(flags: Flags) -> Iterator[tuple[str, object]]:
     yield "software_name", "megatron"
     yield from _same(flags)
-    for name, option in _SWITCHES.items():
-        if name in flags:
-            yield option, True
     tp = flags.whole("tensor-model-parallel-size")
     own = "expert-tensor-parallel-size" in flags
     yield "etp", str(flags.whole("expert-tensor-parallel-size") if own else tp)  # its default there
@@ -114,19 +106,17 @@ def _options(flags: Flags) -> Iterator[tuple[str, object]]:
 
 
 def _same(flags: Flags) -> Iterator[tuple[str, object]]:
-    """Flags that are options under another name, or under their own."""
-    for name, option in _NUMBERS.items():
-        if name in flags:
-            yield option, str(flags.whole(name))
-    if "mtp-num-layers" in flags:
-        yield "mtp", str(flags.whole("mtp-num-layers", least=0))
-    if "pipeline-model-parallel-layout" in flags:
-        yield "pipeline_layout", flags.value("pipeline-model-parallel-layout")
-    if "moe-expert-capacity-factor" in flags:
-        yield "capacity_factor", flags.real("moe-expert-capacity-factor")
-    for name, words in _FORMATS.items():
-        if name in flags:
-            yield name.replace("-", "_"), flags.one_of(name, words, words[0])
+    for name, (option, kind) in _SAME.items():
+        if name not in flags:
+            continue
+        if isinstance(kind, int):
+            yield option, str(flags.whole(name, least=kind))
+        elif isinstance(kind, tuple):
+            yield option, flags.one_of(name, kind, kind[0])
+        elif kind is None:
+            yield option, True
+        else:
+            yield option, flags.real(name) if kind is float else flags.value(name)
 
 
 def _chunks(flags: Flags) -> Iterator[tuple[str, object]]:
