@@ -1,6 +1,6 @@
-"""The moves of a call, of whatever kind: what one rank, or every rank, does in each step of its plan.
+"""The moves of a call, of whatever kind: what one rank does in each step of its plan.
 
-All kinds are found here, for messages of the CPU, for streams, and for a plan that is run again in memory.
+All kinds are found here, for messages of the CPU and for streams.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from commlayer.scheduler.plan import Plan
 from commlayer.scheduler.rails import SplitRows
 from commlayer.scheduler.two_level import TwoLevel
 
-__all__ = ["Counts", "MovesKind", "RankMoves", "Splits", "everyones_moves", "owned_of", "rank_moves"]
+__all__ = ["Counts", "MovesKind", "RankMoves", "Splits", "owned_of", "rank_moves"]
 
 MovesKind = Literal["whole", "split", "over", "encoded", "encoded exchange", "in place"]
 """How the moves of a call are found: of a ``whole`` tensor, an all_to_all in two levels (``split``) or ``over`` rails or nodes,
@@ -70,21 +70,3 @@ def rank_moves(
         steps, staging, encoded, arrived = encoded_moves(plan, group)
         return RankMoves(steps, {Buffer.STAGING: staging, Buffer.ENCODED: encoded, Buffer.ARRIVED: arrived})
     return RankMoves(*moves_of_call(plan, nodes, rank, root))
-
-
-def everyones_moves(
-    kind: str,
-    plan: Plan,
-    nodes: Nodes,
-    *,
-    root: int = 0,
-    blocks: Sequence[int] | None = None,
-    splits: Sequence[Splits] = (),
-) -> list[RankMoves]:
-    """:func:`rank_moves` of every member of a group; ``splits``: of exchanges, each member's."""
-    counts = [sent for sent, _ in splits]
-    each = splits or [((), ())] * sum(map(len, nodes))
-    return [
-        rank_moves(kind, plan, nodes, rank, root=root, blocks=blocks, splits=mine, counts=counts)
-        for rank, mine in enumerate(each)
-    ]

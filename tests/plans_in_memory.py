@@ -11,15 +11,34 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from commlayer.profiles.errors import InternalError
-from commlayer.scheduler.call_moves import RankMoves
+from commlayer.scheduler.call_moves import RankMoves, Splits, rank_moves
+from commlayer.scheduler.group_moves import Nodes
 from commlayer.scheduler.moves import Buffer, Moves, Region
 from commlayer.scheduler.plan import Plan
 from commlayer.transport.call_memory import Reducer
 from commlayer.transport.contract import Coder
 
-__all__ = ["run_in_memory"]
+__all__ = ["everyones_moves", "run_in_memory"]
 
 _CODED = (Buffer.ENCODED, Buffer.ARRIVED)
+
+
+def everyones_moves(
+    kind: str,
+    plan: Plan,
+    nodes: Nodes,
+    *,
+    root: int = 0,
+    blocks: Sequence[int] | None = None,
+    splits: Sequence[Splits] = (),
+) -> list[RankMoves]:
+    """The moves of every member of a group (:func:`rank_moves`); ``splits``: of exchanges, each member's."""
+    counts = [sent for sent, _ in splits]
+    each = splits or [((), ())] * sum(map(len, nodes))
+    return [
+        rank_moves(kind, plan, nodes, rank, root=root, blocks=blocks, splits=mine, counts=counts)
+        for rank, mine in enumerate(each)
+    ]
 
 
 def run_in_memory(

@@ -10,15 +10,11 @@ __all__ = ["StepFlip", "flipped_in_step"]
 
 
 class StepFlip:
-    """A byte that is flipped in one step of a planned call.
-
-    ``where``: the step, the kind of move (``message``, ``copy``, ``sum``, ``decoding``, …) and the member that it came from, or
-    −1; None: there was nothing to flip, the rank's steps write nothing.
-    """
+    """A byte that is flipped in one step of a planned call; not done where the rank's steps write nothing."""
 
     def __init__(self, choice: int, mask: int) -> None:
         self.choice, self.mask = choice, mask
-        self.where: tuple[int, str, int] | None = None
+        self.is_done = False
 
 
 @contextmanager
@@ -45,7 +41,7 @@ class _FlippingCall:
 
     def __init__(self, inner: Any, flip: StepFlip, from_step: int) -> None:
         self._inner, self._flip = inner, flip
-        self._from_step, self._todo = from_step, True
+        self._from_step = from_step
 
     @property
     def steps(self) -> Any:
@@ -66,41 +62,41 @@ class _FlippingCall:
 
     def _strike(self, step: int, *, is_arrived: bool) -> None:
         """Flip the byte, if a step that has ended wrote it; what arrives is there when somebody has waited for it."""
-        if not self._todo:
+        if self._flip.is_done:
             return
         written = [
-            (index, kind, source, region)
+            (index, is_message, region)
             for index, moves in enumerate(self._inner.steps)
-            for kind, source, region in _writes(moves)
+            for is_message, region in _writes(moves)
             if index >= self._from_step and region.size
         ]
         if not written:
             return
-        index, kind, source, region, place = _place(written, self._flip.choice)
-        if index == step and is_arrived == (kind == "message"):
+        index, is_message, region, place = _place(written, self._flip.choice)
+        if index == step and is_arrived == is_message:
             self._inner._buffers[region.buffer].bytes[region.start + place] ^= self._flip.mask
-            self._todo, self._flip.where = False, (index, kind, source)
+            self._flip.is_done = True
 
 
-def _place(written: Sequence[tuple[int, str, int, Any]], choice: int) -> tuple[int, str, int, Any, int]:
+def _place(written: Sequence[tuple[int, bool, Any]], choice: int) -> tuple[int, bool, Any, int]:
     """The move that writes the byte of this number, and its place in the region."""
     place = choice % sum(region.size for *_, region in written)
     for each in written:
-        if place < each[3].size:
+        if place < each[2].size:
             break
-        place -= each[3].size
+        place -= each[2].size
     return *each, place
 
 
-def _writes(moves: Any) -> Iterator[tuple[str, int, Any]]:
-    """The regions that a step writes, each by a kind of move."""
-    yield from (("message", message.peer, message.region) for message in moves.receives)
-    yield from (("copy", -1, copy.target) for copy in moves.copies)
+def _writes(moves: Any) -> Iterator[tuple[bool, Any]]:
+    """The regions that a step writes, each with whether a message brings it."""
+    yield from ((True, message.region) for message in moves.receives)
+    yield from ((False, copy.target) for copy in moves.copies)
     totals = moves.reductions
     for nth, total in enumerate(totals):
         if not any(
             total.target in later.sources for later in totals[nth + 1 :]
         ):  # else nobody reads it when the step has ended
-            yield "sum", -1, total.target
-    yield from (("encoding", -1, encode.target) for encode in moves.encodes)
-    yield from (("decoding", -1, decode.target) for decode in moves.decodes)
+            yield False, total.target
+    yield from ((False, encode.target) for encode in moves.encodes)
+    yield from ((False, decode.target) for decode in moves.decodes)

@@ -6,8 +6,8 @@ them goes on, in the order of the group's calls: from the same call on none of t
 the caller has the right result. docs/shadow.md says more.
 
 Rejected: keeping the tensors of such a call in files, and a command that runs its plan on them
-again. The suite and the fence compare the bits that every plan gives in memory, and the warning
-names plan, call, rank, first element and step.
+again; and naming the step of the plan that brought the element. The suite and the fence compare
+the bits that every plan gives in memory, and the warning names plan, call, rank and first element.
 """
 
 from __future__ import annotations
@@ -37,17 +37,13 @@ from commlayer.auditing.comparing import (
     sizes_of,
 )
 from commlayer.auditing.ledger import Ledger
-from commlayer.auditing.retracing import Hop, suspects
 from commlayer.calls.counters import Row
 from commlayer.calls.instruments import Instrument, NewGroup
 from commlayer.calls.movement import Movement
 from commlayer.calls.ring import Call
 from commlayer.failures.waits import bounded_reduce_scatter
 from commlayer.profiles.counted import listed
-from commlayer.profiles.errors import UsageError
 from commlayer.profiles.printable import warn
-from commlayer.scheduler.call_moves import everyones_moves
-from commlayer.scheduler.group_moves import Nodes
 from commlayer.scheduler.plan import Plan
 
 __all__ = ["Shadow"]
@@ -156,46 +152,39 @@ class _Sample(NamedTuple):
         flat.reduce(verdict, ReduceOp.MAX)
         if not int(verdict):
             return
-        reports = self._tell(difference, got, expected)
+        reports = self._gather(difference, got, expected)
         memory_of(flat.movement.target).copy_(expected)
         members = self.order.members
         what = f"planned call {self.number}: {flat.collective} by {flat.plan.name} differs from flat"
-        where = _in_words(flat, self.order.inner.planned.nodes, members.global_ranks, reports)
-        event = f"group {members.name}, {what} {where}"
+        event = f"group {members.name}, {what} {_in_words(reports, flat.dtype, members.global_ranks)}"
         self.shadow.stop(event)
         if members.rank == 0:
             warn(
                 f"commlayer: {event}. This call has flat's result, and the group goes on flat. Run the job again: where "
-                "this plan and step are named again, please report it; else check the memory and links of these ranks",
+                "this plan is named again, please report it; else check the memory and links of these ranks",
                 stacklevel=2,
             )
 
-    def _tell(self, difference: ResultDifference, got: torch.Tensor, expected: torch.Tensor) -> list[_Report]:
+    def _gather(self, difference: ResultDifference, got: torch.Tensor, expected: torch.Tensor) -> list[_Report]:
         """Have all ranks tell each other how their results differ."""
-        size, width = self.flat.size, self.flat.dtype.itemsize
-        report = torch.zeros(4 + 2 * size, dtype=torch.int64)
+        width = self.flat.dtype.itemsize
+        report = torch.zeros(len(_Report._fields), dtype=torch.int64)
         report[0], report[1] = difference
         if difference.first >= 0 and width <= 8:
             element = slice(difference.first * width, (difference.first + 1) * width)
             report[2:3].view(torch.uint8)[:width] = got[element]
             report[3:4].view(torch.uint8)[:width] = expected[element]
-        sent, received = self.flat.movement.splits
-        if sent:
-            report[4:] = torch.tensor([*sent, *received])
-        rows = self.flat.gather(report).view(size, -1).tolist()
-        return [_Report(row[0], row[1], row[2], row[3], row[4 : 4 + size], row[4 + size :]) for row in rows]
+        return [_Report(*row) for row in self.flat.gather(report).view(self.flat.size, -1).tolist()]
 
 
 class _Report(NamedTuple):
-    """How a rank's result differs: its first wrong element, −1 for none, and how many are; the bits
-    of both its values, where they have 64 at most; and the rank's splits."""
+    """How a rank's result differs: its first wrong element, −1 for none, and how many are; and the
+    bits of both its values, where they have 64 at most."""
 
     first: int
     num_wrong: int
     got_bits: int
     flat_bits: int
-    sent: list[int]
-    received: list[int]
 
 
 class _Flat:
@@ -324,39 +313,16 @@ class _Flat:
         self._order.settle_own(f"shadow of {self.plan.name}", call(*args, options))
 
 
-def _in_words(flat: _Flat, nodes: Nodes, global_ranks: Sequence[int], reports: Sequence[_Report]) -> str:
-    """Which ranks' results differ, where, and by which step; behind "differs from flat"."""
+def _in_words(reports: Sequence[_Report], dtype: torch.dtype, global_ranks: Sequence[int]) -> str:
+    """Which ranks' results differ, and where; behind "differs from flat"."""
     wrong = [member for member, report in enumerate(reports) if report.num_wrong]
     lead = min(wrong, key=lambda member: (reports[member].first, member))
     report, values = reports[lead], ""
-    if flat.dtype.itemsize <= 8:
+    if dtype.itemsize <= 8:
         bits = torch.tensor([report.got_bits, report.flat_bits]).view(torch.uint8).view(2, 8)
-        got, expected = (each[: flat.dtype.itemsize].clone().view(flat.dtype).item() for each in bits)
+        got, expected = (each[: dtype.itemsize].clone().view(dtype).item() for each in bits)
         values = f" ({got!r}, flat {expected!r})"
     return (
         f"on {listed('rank', (global_ranks[member] for member in wrong), _MOST_NAMED)}: first in element {report.first} of "
-        f"rank {global_ranks[lead]}{values}, {report.num_wrong} in all; {_blame(flat, nodes, global_ranks, reports)}"
+        f"rank {global_ranks[lead]}{values}, {report.num_wrong} in all"
     )
-
-
-def _blame(flat: _Flat, nodes: Nodes, global_ranks: Sequence[int], reports: Sequence[_Report]) -> str:
-    """The moves of the plan that alone can have brought the first wrong elements, in words."""
-    movement, plan = flat.movement, flat.plan
-    try:
-        hops: list[Hop] = []
-        if movement.kind != "in place":
-            splits = [(report.sent, report.received) for report in reports]
-            hops = suspects(
-                everyones_moves(movement.kind, plan, nodes, root=movement.root, blocks=movement.blocks, splits=splits),
-                [report.first for report in reports],
-                flat.dtype.itemsize,
-                is_in_place=flat.collective in ("all_reduce", "broadcast"),
-                is_shared=flat.collective in ("all_gather", "all_reduce", "broadcast"),
-            )
-    except (UsageError, RuntimeError, ValueError, IndexError, StopIteration) as error:
-        return f"which step brought it could not be found out ({error})"
-    if not hops:
-        return "no step alone has brought it: a rank's own input or result has changed, or several did"
-    words = [hop.describe(plan, global_ranks) for hop in hops[:_MOST_NAMED]]
-    more = f", or one of {len(hops) - _MOST_NAMED} more" if len(hops) > _MOST_NAMED else ""
-    return f"brought by {', or '.join(words)}{more}"

@@ -1,4 +1,4 @@
-"""The pieces of the shadow without processes: which calls, how far sums may be apart, which move was wrong."""
+"""The pieces of the shadow without processes: which calls, and how far sums may be apart."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from plans_in_memory import run_in_memory
+from plans_in_memory import everyones_moves, run_in_memory
 
 from commlayer.auditing.comparing import Allowance, compare_results, is_sampled, sizes_of
-from commlayer.auditing.retracing import suspects
 from commlayer.profiles.errors import PlanError, SettingsError
 from commlayer.scheduler import Strategy, Traffic, build
-from commlayer.scheduler.call_moves import everyones_moves
 from commlayer.scheduler.plan import Buffer, Plan
 from commlayer.scheduler.wire import Scaling, Wire, WireFormat
 from commlayer.settings import Settings
@@ -202,19 +200,3 @@ def test_every_plan_in_memory_is_within_what_the_shadow_allows_and_a_wrong_eleme
         assert call.num_wrong(outputs) == 0, call.plan
         outputs[2][0] += 1000
         assert call.num_wrong(outputs) == 1, call.plan
-
-
-def test_the_message_that_brought_a_wrong_byte_is_found() -> None:
-    plan = build(Traffic.on_nodes("all_gather", 4 * 256, (2, 2)), Strategy.HIERARCHICAL)
-    moves = everyones_moves("whole", plan, NODES)
-    of_rank_3 = 3 * 256 + 17
-
-    def brought(wrong: set[int]) -> list[tuple[str, int, int]]:
-        firsts = [of_rank_3 if member in wrong else -1 for member in range(4)]
-        return [hop[1:] for hop in suspects(moves, firsts, 1, is_in_place=False, is_shared=True)]
-
-    assert brought({0, 2}) == [("message", 3, 2)]
-    assert brought({0}) == [("message", 2, 0)]
-    assert brought({1}) == [("message", 3, 1)]
-    assert brought({3}) == []  # it went on to others as it should be
-    assert brought({0, 1, 2, 3}) == []

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 from fence_cases import Case, Facts
-from plans_in_memory import run_in_memory
+from plans_in_memory import everyones_moves, run_in_memory
 
 from commlayer.profiles.errors import PlanError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler import Buffer, Gather, Op, Plan, Scaling, Strategy, Traffic, Wire, WireFormat, build
-from commlayer.scheduler.call_moves import RankMoves, everyones_moves
+from commlayer.scheduler.call_moves import RankMoves
 from commlayer.scheduler.moves import Region
 from commlayer.scheduler.plan import Span
 from commlayer.scheduler.rails import exchange_over

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 import torch
-from plans_in_memory import run_in_memory
+from plans_in_memory import everyones_moves, run_in_memory
 
 from commlayer.engine.runner import Runner, drive
 from commlayer.profiles.links import Resource
-from commlayer.scheduler.call_moves import RankMoves, everyones_moves
+from commlayer.scheduler.call_moves import RankMoves
 from commlayer.scheduler.plan import Buffer, Plan, Step
 from commlayer.scheduler.replicated import replicated_moves, staging_bytes
 from commlayer.transport.call_memory import CallMemory, reducer
