@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -31,15 +30,11 @@ class ProfileText(ControlMessage, frozen=True):
     json: str
 
 
-class _Name(ControlMessage, frozen=True):
-    text: str
-
-
 @dataclass(frozen=True)
 class AllRanks:
     """``group`` has c10d's verbs (a process group, or a backend of one) over all ranks. ``device_type``: cpu or cuda.
 
-    ``global_ranks``: what errors call the ranks of ``group``, in its order; None: 0, 1, … Every method is collective.
+    ``global_ranks``: what errors call the ranks of ``group``, in its order. Every method is collective.
     """
 
     rank: int
@@ -47,7 +42,7 @@ class AllRanks:
     store: Store
     group: dist.ProcessGroup
     device_type: str
-    global_ranks: tuple[int, ...] | None = None
+    global_ranks: tuple[int, ...]
     detector: FailureDetector | None = None
     """The failure detector of these ranks, where there is one already."""
     timeout_s: float | None = None
@@ -58,21 +53,13 @@ class AllRanks:
         """The initialised default process group."""
         group = dist.group.WORLD
         assert group is not None  # callers initialise it
-        return cls(dist.get_rank(), dist.get_world_size(), _get_default_store(), group, device_type(None))
-
-    @property
-    def named(self) -> tuple[int, ...]:
-        """The ranks as errors call them."""
-        return self.global_ranks or tuple(range(self.size))
+        rank, size = dist.get_rank(), dist.get_world_size()
+        return cls(rank, size, _get_default_store(), group, device_type(None), tuple(range(size)))
 
     @property
     def device(self) -> torch.device:
         """Where the group's tensors are."""
         return torch.device("cuda", torch.cuda.current_device()) if self.device_type == "cuda" else torch.device("cpu")
-
-    def barrier(self) -> None:
-        """Return when all ranks have come."""
-        self.group.barrier().wait()
 
     def maximum(self, value: float) -> float:
         """The largest ``value`` over ranks."""
@@ -86,7 +73,7 @@ class AllRanks:
     def time_all_reduce(self, num_bytes: int) -> float:
         """The time of one all_reduce of the group's own, µs: the largest over ranks, and equal on all of them."""
         value = torch.zeros(max(1, num_bytes // 4), dtype=torch.float32, device=self.device)
-        self.barrier()
+        self.group.barrier().wait()
         begin = time.perf_counter()
         float(self._reduced(value, dist.ReduceOp.SUM)[0])  # which a device has to have ended
         return self.maximum((time.perf_counter() - begin) * 1e6)
@@ -99,10 +86,6 @@ class AllRanks:
         """Rank 0's ``value``. Raises DisagreementError on the ranks that cannot read it."""
         return messages.from_first(value, type_, self._peers, self.timeout_s, _PURPOSE)
 
-    def name(self) -> str:
-        """Another name each time, the same on all ranks, for what they make together in their store."""
-        return self.from_first(_Name(uuid.uuid4().hex), _Name).text
-
     def gather(self, value: M, type_: type[M]) -> list[M]:
         """``value`` of every rank, in rank order. Raises DisagreementError naming a rank whose words cannot be read."""
         gather = (
@@ -112,7 +95,7 @@ class AllRanks:
 
     @property
     def _peers(self) -> Peers:
-        return Peers(self.group, self.named, self.rank, self.device)
+        return Peers(self.group, self.global_ranks, self.rank, self.device)
 
     def _reduced(self, value: torch.Tensor, op: Any) -> torch.Tensor:
         options = dist.AllreduceOptions()

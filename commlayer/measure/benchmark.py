@@ -160,8 +160,10 @@ def _measure_size(
         # The chosen plan as users run it; another one has to be checked against the tensor at each call.
         ways[name] = partial(communicator.all_to_all, x, plan=None if plan == decision.plan else plan)
     ways |= {name: partial(move, x, *groups) for name, move in options.baselines.items()}
-    expected = ways[_TORCH]()
-    wrong = {name: int(prober.agree(_wrong_bytes(way(), expected))) for name, way in ways.items()}
+    expected, wrong = ways[_TORCH]().reshape(-1).view(torch.uint8), {}
+    for name, way in ways.items():  # compared as bytes: a NaN is not equal to itself
+        num_wrong = int((way().reshape(-1).view(torch.uint8) != expected).sum())
+        wrong[name] = int(prober.ranks.maximum(num_wrong))
     times = _alternate(ways, prober, options.rounds, seed=size)
     chosen = decision.plan.name
     pair = _alternate_pair(chosen, ways, prober, len(times[_TORCH]), median(times[_TORCH]))
@@ -208,11 +210,6 @@ def _plans(decision: Decision, communicator: Communicator, options: BenchOptions
             plans.setdefault(plan.name if gather is own or plan.name == "flat" else f"{plan.name} {gather.value}", plan)
     plans.setdefault(decision.plan.name, decision.plan)
     return plans
-
-
-def _wrong_bytes(got: torch.Tensor, expected: torch.Tensor) -> int:
-    """Compared as bytes: a NaN is not equal to itself."""
-    return int((got.reshape(-1).view(torch.uint8) != expected.reshape(-1).view(torch.uint8)).sum())
 
 
 def _alternate(

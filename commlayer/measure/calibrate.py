@@ -49,6 +49,7 @@ from commlayer.profiles.topology import Topology
 from commlayer.scheduler.decision import Planner
 from commlayer.scheduler.experience.link_rates import LinkTimes
 from commlayer.scheduler.experience.start_check import why_stale
+from commlayer.scheduler.probes import probes_of_calls
 from commlayer.settings import Settings
 
 __all__ = [
@@ -123,7 +124,16 @@ def planner_for(
         return None  # a plan that is forced on every call needs no prices
     if wanted != "auto":
         named = _named(wanted, topology if is_whole_job else None, ranks)
-        return Planner(_without_others_links(named, wanted, topology, ranks, is_whole_job=is_whole_job))
+        if named.slow_links:  # which are known to be those of this job's nodes, or do not count
+            why = (
+                _moved(named, topology, ranks)
+                if is_whole_job
+                else "which of its nodes a part of a job is on is not known"
+            )
+            if why:
+                _say(ranks, f"the slow links of profile {shortened(wanted)} are left out of account: {why}")
+                named = named.replace(slow_links=())
+        return Planner(named)
     profile = calibrated(settings, topology, ranks, timeout_s)
     return None if profile is None else Planner(profile)
 
@@ -212,7 +222,10 @@ def calibrated(
     measure at the same time. Collective, equal on all ranks. Raises what measuring raises.
     """
     machines = ranks.gather(describe_machine(settings), Machine)
-    device_type = ranks.device_type if links is None else _described(ranks, links, job)
+    device_type = ranks.device_type
+    if links is not None:
+        names = sorted({each.text for each in ranks.gather(Identity(links.name), Identity)})
+        device_type = f"{links.backend} {names} in {job}"
     key = cluster_key(topology, machines, device_type, settings.intra)
     entry = _cached(settings, key) if ranks.rank == 0 else _Entry(None)
     cached = ranks.from_first(_Cached(entry.text), _Cached).json
@@ -256,18 +269,14 @@ def _left_out(profile: Profile) -> str:
     return "" if number is None else f" Time was up before {number} of its curves, which later jobs measure."
 
 
-def _described(ranks: AllRanks, links: DeviceLinks, job: str) -> str:
-    """The part of a cache's key that a device adds: its name on every rank, what moves its tensors, and the job. Collective."""
-    names = sorted({each.text for each in ranks.gather(Identity(links.name), Identity)})
-    return f"{links.backend} {names} in {job}"
-
-
 def _drifted(profile: Profile, topology: Topology, ranks: AllRanks, timeout_s: float, links: DeviceLinks | None) -> str:
     """Say how far a profile is off; empty where it holds. Collective."""
     if links is None:
-        return why_stale(profile, ranks)
+        return why_stale(profile, ranks.size, ranks.time_all_reduce)
+    of_all_ranks = probes_of_calls("world", tuple(map(len, topology.nodes)))
+    probe = next(each for each in of_all_ranks if each.key[0] == "all_reduce")
     with Prober(topology, timeout_s, ranks, links=links) as prober:
-        return why_stale(profile, prober)
+        return why_stale(profile, ranks.size, lambda num_bytes: prober.runner(probe, num_bytes)())
 
 
 def _measured(
@@ -296,9 +305,13 @@ def _measured(
         why = (
             f"no profile of this {what} ({topology.shape}) yet: measured one" if entry.text is None else "measured one"
         )
+        slow = ""
+        for link in profile.slow_links:
+            hosts = [topology.hostnames[node] for node in link.nodes] if topology.hostnames else []
+            slow += f"{str(link).capitalize()} ({', '.join(hosts)}). " if hosts else f"{str(link).capitalize()}. "
         say(
             f"{why} in {took_s:.1f} s, {_keep(profile, entry)}.{_left_out(profile)} {_doubted(profile)}"
-            f"{_slow(profile, topology)}`commlayer measure` makes a finer one; COMMLAYER_PROFILE names it, or is none",
+            f"{slow}`commlayer measure` makes a finer one; COMMLAYER_PROFILE names it, or is none",
         )
     return profile
 
@@ -310,19 +323,6 @@ def _moved(profile: Profile, topology: Topology, ranks: AllRanks) -> str:
     return "it knows which nodes' links are slow, and this job is on others"
 
 
-def _without_others_links(
-    named: Profile, wanted: str, topology: Topology, ranks: AllRanks, *, is_whole_job: bool
-) -> Profile:
-    """A named profile, without its slow links where they are not known to be those of this job's nodes. Collective."""
-    if not named.slow_links:
-        return named
-    why = _moved(named, topology, ranks) if is_whole_job else "which of its nodes a part of a job is on is not known"
-    if not why:
-        return named
-    _say(ranks, f"the slow links of profile {shortened(wanted)} are left out of account: {why}")
-    return named.replace(slow_links=())
-
-
 def _doubted(probe: Profile) -> str:
     """A sentence on how little its curves rest on."""
     if not (few := doubts(probe.curves)):
@@ -331,15 +331,6 @@ def _doubted(probe: Profile) -> str:
         f"It has too few times to know the error of {len(few)} of its {counted(len(probe.curves), 'curve')}, which is taken "
         f"to be {_PROBE_ERROR:.0%}. "
     )
-
-
-def _slow(profile: Profile, topology: Topology) -> str:
-    """Sentences that name the links which are slower than the others, with the nodes' hosts."""
-    sentences = []
-    for link in profile.slow_links:
-        hosts = [topology.hostnames[node] for node in link.nodes] if topology.hostnames else []
-        sentences.append(f"{str(link).capitalize()} ({', '.join(hosts)}). " if hosts else f"{str(link).capitalize()}. ")
-    return "".join(sentences)
 
 
 @dataclass(frozen=True)

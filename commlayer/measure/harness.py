@@ -33,7 +33,6 @@ from commlayer.profiles.links import Resource
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.plan import Plan, Strategy
 from commlayer.scheduler.probes import Probe
-from commlayer.scheduler.wire import Wire
 from commlayer.settings import Settings
 from commlayer.transport.connect import connect
 
@@ -50,7 +49,7 @@ class Harness:
     """The ranks of a measurement, and what both kinds of harness do alike.
 
     ``members``: by name, the group of that name that this rank is in. ``board`` hears of failures.
-    ``timeout_s`` bounds each wait.
+    ``timeout_s`` bounds each wait. ``device``: where calls' tensors are.
     """
 
     topology: Topology
@@ -59,6 +58,7 @@ class Harness:
     store: Store
     board: FailureBoard
     timeout_s: float
+    device: torch.device
 
     def _places(self, where: str) -> tuple[list[int], list[list[int]]]:
         """The members of this rank's group of that name; and of each node, as ranks of the group."""
@@ -157,21 +157,12 @@ class HostHarness(Harness):
     _groups: dict[str, PlannedGroup] = field(default_factory=dict, init=False)
     _grid_runner: Runner | None = field(default=None, init=False)
 
-    @property
-    def device(self) -> torch.device:
-        """Where calls' tensors are."""
-        return self.ranks.device
-
     def begin(self) -> None:
         """Nothing is to be made ready."""
 
     def on(self) -> contextlib.AbstractContextManager[object]:
         """Return a block in which calls are made: what it launches goes where they are timed."""
         return contextlib.nullcontext()
-
-    def encodes(self, wire: Wire) -> bool:
-        """Whether this rank can encode in this format where its tensors are."""
-        return True
 
     def group(self, where: str) -> HostGroup:
         """This rank's group of that name. The first call for a name is collective."""
@@ -181,7 +172,7 @@ class HostHarness(Harness):
         """The connections of :meth:`group`."""
         if where not in self._groups:
             members, nodes = self._places(where)
-            ranks = tuple(self.ranks.named[member] for member in members)
+            ranks = tuple(self.ranks.global_ranks[member] for member in members)
             board, key = self.board, f"{where}/{ranks[0]}"
             planned = self._groups[where] = PlannedGroup(
                 name=where,
@@ -206,12 +197,17 @@ class HostHarness(Harness):
 
     def time_us(self, task: Callable[[], Any]) -> float:
         """The time of ``task`` on this rank, µs, all ranks starting together. Collective."""
-        self.ranks.barrier()
+        self.ranks.group.barrier().wait()
         return self._time_us(task)
 
     def times_us(self, calls: Iterable[tuple[Probe, TimedCall]], is_over: Callable[[], bool]) -> list[float]:
-        """See :meth:`commlayer.measure.prober.Prober.times`. ``is_over`` is asked before each call,
-        and is a barrier."""
+        """The time that each call takes this rank, µs: one after the other, all ranks starting
+        together.
+
+        None begins when time is up: ``is_over()`` is asked by all ranks, and says the same to all:
+        here before each call, as a barrier. What ranks do alone takes little time, so that the
+        faster of two counts. Collective.
+        """
         times: list[float] = []
         for probe, call in calls:
             with phase(f"{MEASURING}, {probe.key[0]} on {probe.key[1]}"):
@@ -236,32 +232,27 @@ class HostHarness(Harness):
         """
         if call is None or num_products:
             raise InternalError("matrix products are timed beside exchanges on a device, not on the host")
-        self.ranks.barrier()
+        self.ranks.group.barrier().wait()
         timeline = traced(call.plan, call.start())
         ends: dict[Resource, float] = {}
         for step, (_, end) in zip(call.plan.steps, timeline.spans, strict=True):
             ends[step.resource] = max(end, ends.get(step.resource, 0.0))
         return ends
 
-    def close(self) -> None:
-        """Let go of connections. Collective."""
-        self._close_groups()
-        if self._grid_runner is not None:
-            self._grid_runner.transport.close()
-
-    def leave(self, error: BaseException, why: str) -> None:
-        """Let go of connections after ``error``, so that no other rank waits for this one."""
-        is_known = isinstance(error, ClusterError)
+    def close(self, error: BaseException | None = None, why: str = "") -> None:
+        """Let go of connections: collective, or after ``error``, so that no other rank waits for
+        this one, which leaves because of ``why``."""
         for planned in self._groups.values():
-            planned.tell(error)
-        self._close_groups()
-        if self._grid_runner is not None:
-            # It wakes up the ranks that wait for this one.
-            self._grid_runner.transport.abort(None if is_known else why)
-        elif not is_known:
-            self.board.leave(why)
-
-    def _close_groups(self) -> None:
+            if error is not None:
+                planned.tell(error)
         for planned in self._groups.values():
             planned.close()
         self._groups = {}
+        is_known = isinstance(error, ClusterError)
+        if self._grid_runner is not None and error is None:
+            self._grid_runner.transport.close()
+        elif self._grid_runner is not None:
+            # It wakes up the ranks that wait for this one.
+            self._grid_runner.transport.abort(None if is_known else why)
+        elif error is not None and not is_known:
+            self.board.leave(why)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from commlayer.measure.device_harness import DeviceHarness
 from commlayer.measure.prober import Prober
 from commlayer.profiles.curve import Curve
@@ -46,7 +48,13 @@ def measure_interference(prober: Prober, curves: Sequence[Curve], rounds: int) -
     product_us = 0.0
     if isinstance(harness, DeviceHarness):
         pairs += _BESIDE_PRODUCTS if t > 1 else _BESIDE_PRODUCTS[:1]
-        product_us = _product_us(prober, harness)
+        dtype = torch.bfloat16 if harness.device.type == "cuda" else torch.float32
+        for rows in _PRODUCT_ROWS:
+            with harness.on():
+                harness.factors = [torch.ones(rows, rows, dtype=dtype, device=harness.device) for _ in range(3)]
+            product_us = prober.ends(None, 3, 2)[Resource.COMPUTE] / 2
+            if product_us >= _LEAST_PRODUCT_US:
+                break
 
     def alone_us(resource: Resource) -> float:
         if resource is Resource.COMPUTE:
@@ -74,14 +82,3 @@ def measure_interference(prober: Prober, curves: Sequence[Curve], rounds: int) -
             Interference(names[b], names[a], round(slow_b, 3)),
         ]
     return results
-
-
-def _product_us(prober: Prober, harness: DeviceHarness) -> float:
-    """Choose the matrix products that run beside exchanges, and return the time of one, µs."""
-    time_us = 0.0
-    for rows in _PRODUCT_ROWS:
-        harness.size_products(rows)
-        time_us = prober.ends(None, 3, 2)[Resource.COMPUTE] / 2
-        if time_us >= _LEAST_PRODUCT_US:
-            break
-    return time_us

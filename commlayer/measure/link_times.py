@@ -76,20 +76,17 @@ def _swapped(
     if index is not None:
         peer = planned.nodes[sum(pairs[index]) - node][local_rank]
         waited_us = _waited_us()
-        times[index] = _swap_us(planned, host, peer, max(1, num_bytes // width))
+        sent_bytes, began = max(1, num_bytes // width), time.monotonic()
+        if not isinstance(planned, DevicePlans):
+            times[index] = host.swap_us(peer, sent_bytes, _TAG, _WHAT)
+        else:
+            try:
+                times[index] = _swap_on_device_us(planned, peer, sent_bytes)
+            except RuntimeError as error:
+                raise planned.explain(error, _WHAT, 0, time.monotonic() - began, planned.timeout_s) from error
         waited[index] = max(0.0, _waited_us() - waited_us)
     largest = host.largest([*times, *waited], _WHAT)
     return largest[: len(pairs)], largest[len(pairs) :]
-
-
-def _swap_us(planned: PlannedGroup | DevicePlans, host: HostGroup, peer: int, num_bytes: int) -> float:
-    if not isinstance(planned, DevicePlans):
-        return host.swap_us(peer, num_bytes, _TAG, _WHAT)
-    began = time.monotonic()
-    try:
-        return _swap_on_device_us(planned, peer, num_bytes)
-    except RuntimeError as error:
-        raise planned.explain(error, _WHAT, 0, time.monotonic() - began, planned.timeout_s) from error
 
 
 def _swap_on_device_us(planned: DevicePlans, peer: int, num_bytes: int) -> float:

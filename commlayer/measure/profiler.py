@@ -22,15 +22,18 @@ import torch
 import torch.distributed as dist
 
 from commlayer.agree.discovery import Identity, discover_topology, node_identity
+from commlayer.failures.board import phase
 from commlayer.measure.all_ranks import AllRanks, ProfileText
-from commlayer.measure.calls import TimedCall
-from commlayer.measure.device_harness import DeviceLinks, device_links
+from commlayer.measure.calls import CodedCall, TimedCall
+from commlayer.measure.device_harness import DeviceHarness, DeviceLinks, device_links
+from commlayer.measure.harness import MEASURING, HostHarness
 from commlayer.measure.interference import measure_interference
+from commlayer.measure.link_times import time_links
 from commlayer.measure.prober import Prober
 from commlayer.profiles.curve import Curve
-from commlayer.profiles.errors import TopologyError
+from commlayer.profiles.errors import ClusterError, InternalError, PeerError, TopologyError
 from commlayer.profiles.links import Peaks, Resource, SlowLink
-from commlayer.profiles.pairs import slow_links
+from commlayer.profiles.pairs import MOST_PAIR_ROUNDS, slow_links
 from commlayer.profiles.profile import MEASURED_ON, Profile, parse_profile
 from commlayer.profiles.survey import Ladder, SurveyLimits, Wanted, survey
 from commlayer.profiles.sweep import Point, Repeats, sizes_between, sweep
@@ -39,7 +42,8 @@ from commlayer.scheduler.group_profiles import link_load
 from commlayer.scheduler.legs import CodedLeg
 from commlayer.scheduler.plan import Op, Strategy
 from commlayer.scheduler.probes import Probe, probes
-from commlayer.transport.gloo import ONE_CALL_BYTES
+from commlayer.scheduler.wire import Wire
+from commlayer.transport.gloo import ONE_CALL_BYTES, GlooTransport
 from commlayer.version import __version__
 
 __all__ = [
@@ -68,6 +72,8 @@ order."""
 UNFINISHED = "unfinished"
 """The entry of a profile's environment that says how many curves a probe left out when its time was
 up."""
+_CODED_BYTES = 1 << 13
+"""The bytes that are encoded to see whether a device can."""
 _GROUP_SHARE = 8
 """The curves of whole groups end at this fraction of the largest size: there are many of them, and
 their links' rates show much earlier."""
@@ -239,16 +245,42 @@ def _sweeps(options: SweepOptions, topology: Topology) -> list[_Sweep]:
 
 
 def _possible(prober: Prober, sweeps: Sequence[_Sweep]) -> list[_Sweep]:
-    """Leave out what is not there: a flat exchange may have no call of its own, a device no form of
-    a wire format. Collective."""
-    coded = dict.fromkeys(each.probe.unit.wire for each in sweeps if isinstance(each.probe.leg, CodedLeg))
-    lacking = [wire for wire in coded if not prober.codes(wire)]  # in one order on all ranks
-    return [
-        each
-        for each in sweeps
-        if (not _is_one_call(each.probe) or prober.is_one_call(each.probe.plan(1)))
-        and not (isinstance(each.probe.leg, CodedLeg) and each.probe.unit.wire in lacking)
-    ]
+    """Leave out what is not there on every rank: a flat exchange may have no call of its own, a
+    device no form of a wire format. Collective."""
+    harness, possible = prober.harness, []
+    verdicts: dict[Wire, bool] = {}  # in one order on all ranks
+
+    def is_everywhere(is_here: bool) -> bool:
+        return prober.ranks.maximum(float(not is_here)) == 0.0
+
+    for each in sweeps:
+        if isinstance(each.probe.leg, CodedLeg) and isinstance(harness, DeviceHarness):
+            wire = each.probe.unit.wire
+            if wire not in verdicts:
+                verdicts[wire] = is_everywhere(_encodes(harness, wire))
+            if not verdicts[wire]:
+                continue
+        if _is_one_call(each.probe):
+            # On a device posting a step does not wait for it, so there is nothing to save.
+            transport = None if isinstance(harness, DeviceHarness) else prober.grid_runner.transport
+            is_one = isinstance(transport, GlooTransport) and transport.is_one_call(each.probe.plan(1))
+            if not is_everywhere(is_one):
+                continue
+        possible.append(each)
+    return possible
+
+
+def _encodes(harness: DeviceHarness, wire: Wire) -> bool:
+    """Whether this rank can encode in this format on its device: kernels need Triton, and a
+    simulated device has some operators only."""
+    try:
+        with harness.on():
+            CodedCall(Op.DECODE, wire, _CODED_BYTES, harness.device).run()
+    except (ClusterError, PeerError):
+        raise
+    except Exception:  # noqa: BLE001  torch's, Triton's or the simulator's: none of them says "not here" alike
+        return False
+    return True
 
 
 def _is_one_call(probe: Probe) -> bool:
@@ -315,7 +347,7 @@ def _swept(
         return probe, made
 
     def run(calls: Sequence[Wanted], until_us: float) -> tuple[Sequence[float], float]:
-        times = prober.times(map(ready, calls), partial(clock.is_over, until_us))
+        times = prober.harness.times_us(map(ready, calls), partial(clock.is_over, until_us))
         *agreed, spent_us = prober.ranks.maxima([*times, clock.mine_us])
         return agreed, spent_us
 
@@ -348,12 +380,19 @@ def node_hosts(topology: Topology, ranks: AllRanks) -> str:
 
 def _slow_links(prober: Prober, clock: _ProbeClock) -> tuple[SlowLink, ...]:
     """The cards and pairs that are slower than the others each time; one look is enough where none
-    is. None, where there is no time to look so often."""
+    is. None, where there is no time to look so often.
+
+    Ranks at the same place of two nodes exchange, as many as the emptiest node has.
+    """
+    if not isinstance(prober.harness, HostHarness):
+        raise InternalError("pairs of nodes are timed between CPU ranks, not on a device")
     slow: tuple[SlowLink, ...] = ()
     for look in range(_PAIR_LOOKS):
         if clock.is_over(clock.deadline_us):
             return ()
-        seen = slow_links(prober.pair_times(_PAIR_BYTES, _PAIR_REPEATS))
+        with phase(f"{MEASURING}, node {prober.topology.node_of(prober.ranks.rank)} with others one by one"):
+            links = time_links(prober.harness.planned("world"), _PAIR_BYTES, MOST_PAIR_ROUNDS, _PAIR_REPEATS)
+        seen = slow_links(links.taken_us)
         before = {link.nodes for link in slow}
         slow = tuple(link for link in seen if not look or link.nodes in before)
         if not slow:

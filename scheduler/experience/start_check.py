@@ -8,14 +8,13 @@ to ask.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Protocol
 
 from commlayer.profiles.curve import Curve
 from commlayer.profiles.profile import Profile
 
-__all__ = ["Timing", "why_stale"]
+__all__ = ["why_stale"]
 
 _MOST_OFF = 2.5
 """How far a time may be off, either way. A probe's own curves are a quarter wrong, and a busy
@@ -35,32 +34,24 @@ _ENOUGH_US = 8e4
 two."""
 
 
-class Timing(Protocol):
-    """All ranks of a job, as this check needs them: :class:`commlayer.measure.all_ranks.AllRanks`
-    is one."""
-
-    @property
-    def size(self) -> int: ...
-
-    def time_all_reduce(self, num_bytes: int) -> float:
-        """Return the time of one all_reduce, µs: the largest over ranks, and equal on all of
-        them."""
-
-
-def why_stale(profile: Profile, ranks: Timing) -> str:
+def why_stale(profile: Profile, num_ranks: int, time_all_reduce: Callable[[int], float]) -> str:
     """Say how far ``profile`` is off; "" where it holds, or has no curve to check. Collective; the
-    same on all ranks."""
-    of_all_ranks = (each for each in profile.curves if each.collective == _COLLECTIVE and each.group_size == ranks.size)
+    same on all ranks.
+
+    ``time_all_reduce``: the time of one all_reduce of so many bytes on all ``num_ranks`` of them,
+    µs: the largest over ranks, and equal on all.
+    """
+    of_all_ranks = (each for each in profile.curves if each.collective == _COLLECTIVE and each.group_size == num_ranks)
     curve = next(of_all_ranks, None)
     if curve is None:
         return ""
     num_bytes, most_off = _size_for(curve, _FIRST_US), _MOST_OFF
-    times = _timed(ranks, num_bytes, _ROUNDS)
+    times = _timed(time_all_reduce, num_bytes, _ROUNDS)
     if _times_off(times, curve.at(num_bytes)) > _MOST_OFF:  # perhaps a hiccup of the machine
-        times += _timed(ranks, num_bytes, _MORE_ROUNDS)
+        times += _timed(time_all_reduce, num_bytes, _MORE_ROUNDS)
     if _SUSPECT <= _times_off(times, curve.at(num_bytes)) <= _MOST_OFF:
         num_bytes, most_off = _size_for(curve, _LARGER_US), _MOST_OFF_TWICE
-        times = _timed(ranks, num_bytes, _ROUNDS_OF_LARGER)
+        times = _timed(time_all_reduce, num_bytes, _ROUNDS_OF_LARGER)
     expected_us = curve.at(num_bytes)
     if _times_off(times, expected_us) <= most_off:
         return ""
@@ -84,8 +75,8 @@ def _times_off(times: Sequence[float], expected_us: float) -> float:
     return max(min(times) / expected_us, expected_us / median(times))
 
 
-def _timed(ranks: Timing, num_bytes: int, rounds: int) -> list[float]:
+def _timed(time_all_reduce: Callable[[int], float], num_bytes: int, rounds: int) -> list[float]:
     times: list[float] = []
     while len(times) < rounds and sum(times) < _ENOUGH_US:
-        times.append(ranks.time_all_reduce(num_bytes))
+        times.append(time_all_reduce(num_bytes))
     return times

@@ -357,7 +357,7 @@ def checks(seed: int) -> Iterator[str]:
     for _ in range(40):
         factor, scatter = pick.choice((0.2, 0.4, 0.55, 0.7, 1.0, 1.4, 1.8, 2.2, 3.0, 9.0)), pick.choice((0.0, 0.1, 0.6))
         ranks = Timed(pick, profile, factor, scatter)
-        yield f"{factor} {scatter}: {why_stale(profile, ranks) or 'it holds'}, asked {ranks.asked}"
+        yield f"{factor} {scatter}: {why_stale(profile, ranks.size, ranks.time_all_reduce) or 'it holds'}, asked {ranks.asked}"
 
 
 KINDS = ("quiet", "noise", "fabric", "faster", "card", "busy", "hiccups", "prices", "busy while links change", "audit")

@@ -356,7 +356,8 @@ def moved_by_hand(size: int) -> tuple[list[bool], int, int]:
     """Which probe is one call; the wrong bytes of a sound exchange of messages, and of one that moves nothing."""
     with Prober(join(), 20.0) as prober:
         plans = [probe.plan(size) for probe in probes_of_grid(2, 2, Resource.INTER)[:2]]
-        calls = [prober.is_one_call(plan) for plan in plans]
+        transport: Any = prober.grid_runner.transport
+        calls = [transport.is_one_call(plan) for plan in plans]
         sound = prober.on_grid(plans[0]).num_wrong()
         prober.grid_runner.launch = lambda *_: lambda: None  # type: ignore[method-assign]
         return calls, sound, prober.on_grid(plans[0]).num_wrong()
