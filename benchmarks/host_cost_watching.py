@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -170,11 +171,14 @@ def measure_parts(profile: str, rounds: int, num_calls: int) -> dict[str, list[f
     def ring() -> None:
         order.track.done = order.track.note("all_reduce", torch.float32, 1024, 1024, None, False, depth=1).number
 
+    flat = {"plan": None, "collective": "all_reduce", "run_bytes": 1024, "moved_ns": 900_000}
+    flat |= {"inter_bytes": 1024, "intra_bytes": 0}
+
     def audit() -> None:
-        call = object()
+        call: Any = SimpleNamespace(**flat)
         order.under_way.begin(call, order.key)
         order.under_way.end(call, time.perf_counter_ns())
-        ledger.note_flat("all_reduce", 1024, 900_000, (1024, 0))
+        ledger.moved(call)
 
     parts: dict[str, Callable[[], object]] = {"ring": ring, "audit": audit, "drift": watch.appointments.pass_by}
     found: dict[str, list[float]] = {name: [] for name in parts}

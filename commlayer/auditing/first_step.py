@@ -48,11 +48,11 @@ def _after_step(*_: Any) -> None:
     if _is_over:
         return
     _is_over = True
-    stayed = [(flat, ledger) for ledger in open_ledgers() for flat in ledger.stayed_flat()]
-    heavy = [each for each in stayed if each[0].collective != _AT_START and each[0].logical_bytes >= _HEAVY_BYTES]
+    stayed = [flat for ledger in open_ledgers() for flat in ledger.stayed_flat()]
+    heavy = [each for each in stayed if each.collective != _AT_START and each.logical_bytes >= _HEAVY_BYTES]
     if heavy:
-        flat, ledger = max(heavy, key=lambda each: each[0].logical_bytes)
+        flat = max(heavy, key=lambda each: each.logical_bytes)
         say(
-            f"in the first step {flat.collective} {ledger.where} stayed flat ({counted(flat.calls, 'call')}, "
+            f"in the first step {flat.collective} {flat.where} stayed flat ({counted(flat.calls, 'call')}, "
             f"{format_bytes(flat.logical_bytes)} in all): {flat.why}"
         )

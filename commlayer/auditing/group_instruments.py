@@ -57,7 +57,17 @@ def attach(group: NewGroup) -> None:
     with group.connecting("to record calls", "comparing clocks to record calls"):
         members = group.planned.global_ranks
         begin(settings, group.gloo, members, group.planned.rank, group.world_size, group.planned.board)
-    _report_at_exit(group)
+    # From the default group on, or from the first group where the default one is another backend's.
+    if (settings.audit or settings.stats == "1") and (group.is_default or audit_report() is None):
+        open_audit_report(  # before the statistics: what is registered last is printed first
+            job=agreed_job(group.store if group.is_default else _get_default_store()) if settings.audit else "",
+            rank=group.rank,
+            world_size=group.world_size,
+            folder=settings.in_replica(settings.audit),
+            is_printed=settings.stats == "1",
+        )
+    if settings.stats == "1":
+        print_at_exit(group.rank, settings.replica or "")
     if group.is_of_job and group.rank == 0 and len(group.planned.nodes) > 1:
         tell_after_first_step(is_new_job=group.is_default)
 
@@ -81,17 +91,3 @@ def attach_of_calls(group: NewGroup) -> None:
             instruments.add_here(watch)
     if settings.shadow is not None:
         instruments.add_here(Shadow(group, settings.shadow, ledger))
-
-
-def _report_at_exit(group: NewGroup) -> None:
-    """Have statistics and audits printed and written, as settings say: from the default group on,
-    or from the first group where the default one is another backend's."""
-    settings = group.settings
-    is_printed = settings.stats == "1"
-    is_first = group.is_default or audit_report() is None
-    if is_first and (settings.audit or is_printed):  # before the statistics: what is registered last is printed first
-        name = agreed_job(group.store if group.is_default else _get_default_store()) if settings.audit else ""
-        folder = settings.in_replica(settings.audit)
-        open_audit_report(job=name, rank=group.rank, world_size=group.world_size, folder=folder, is_printed=is_printed)
-    if is_printed:
-        print_at_exit(group.rank, settings.replica or "")

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import msgspec
@@ -50,9 +51,10 @@ _OF_PLANS = {"all_to_all": "all_to_all_v"}
 
 
 class StayedFlat(NamedTuple):
-    """The calls of one collective that went to the backend's own: how many, of how many bytes
-    together, and why the largest of them had no plan."""
+    """The calls of one collective that went to the backend's own: where their group lies, how many,
+    of how many bytes together, and why the largest of them had no plan."""
 
+    where: str
     collective: str
     calls: int
     logical_bytes: int
@@ -130,51 +132,18 @@ class Ledger(Instrument):
 
     def moved(self, call: Call) -> None:
         """Note a call that has ended."""
-        sent = call.inter_bytes, call.intra_bytes
-        if call.plan is None:
-            self.note_flat(call.collective, call.run_bytes, call.moved_ns, sent)
-        else:
-            self.note_plan(call.plan, call.collective, call.run_bytes, call.moved_ns, sent)
-
-    def note_plan(self, plan: Plan, collective: str, num_bytes: int, spent_ns: int, sent: tuple[int, int]) -> None:
-        """Note a planned call that has ended; ``sent``: bytes between nodes, and inside this
-        one."""
-        key = id(plan), num_bytes
-        kind = self._of_plans.get(key)
+        plan, collective, num_bytes, spent_ns = call.plan, call.collective, call.run_bytes, call.moved_ns
+        kinds: Kept[Any, _Kind] = self._of_flat if plan is None else self._of_plans
+        key = (collective, num_bytes) if plan is None else (id(plan), num_bytes)
+        kind = kinds.get(key)
         if kind is None:
             choices = self._choices  # read once: the group may end on another thread
             if choices is None or self._last is not None:
                 return
-            promised_us = choices.promised_us(plan) or 0.0
-            kind = self._of_plans.add(key, self._kind(collective, plan.name, num_bytes, promised_us, plan))
-        if kind.promised_us:
-            self._note(kind, num_bytes, spent_ns, sent)
-
-    def note_flat(self, collective: str, num_bytes: int, spent_ns: int, sent: tuple[int, int]) -> None:
-        """Note a call that went to the backend's own; bytes below 0 in ``sent``: not known."""
-        key = collective, num_bytes
-        kind = self._of_flat.get(key)
-        if kind is None:
-            choices = self._choices
-            if choices is None or self._last is not None:
-                return
-            promised_us = choices.promised_flat_us(_OF_PLANS.get(collective, collective), num_bytes) or 0.0
-            kind = self._of_flat.add(key, self._kind(collective, "flat", num_bytes, promised_us, None))
-        if kind.promised_us:
-            self._note(kind, num_bytes, spent_ns, sent)
-
-    def _kind(self, collective: str, name: str, num_bytes: int, promised_us: float, plan: Plan | None) -> _Kind:
-        if not promised_us:
-            return _Kind(_Row(), 0.0, -1, plan)
-        size_class = max(0, num_bytes - 1).bit_length()
-        row = self._rows.setdefault((collective, name, size_class), _Row())
-        number = -1
-        if collective in _WATCHED:
-            number = self._kinds.setdefault((self.generation, collective, name, size_class), len(self._kinds))
-        return _Kind(row, promised_us, number, plan)
-
-    def _note(self, kind: _Kind, num_bytes: int, spent_ns: int, sent: tuple[int, int]) -> None:
-        row, inter = kind.row, sent[0]
+            kind = kinds.add(key, self._kind(choices, plan, collective, num_bytes))
+        if not kind.promised_us:
+            return
+        row = kind.row
         row.calls += 1
         row.promised_us += kind.promised_us
         row.measured_ns += spent_ns
@@ -184,16 +153,30 @@ class Ledger(Instrument):
             beside.calls += 1
             beside.promised_us += kind.promised_us
             beside.measured_ns += spent_ns
-        if inter >= 0:
-            row.inter += inter
-            row.intra += sent[1]
-        else:
+        if call.inter_bytes >= 0:
+            row.inter += call.inter_bytes
+            row.intra += call.intra_bytes
+        else:  # below 0: not known
             row.is_known = False
         if kind.number >= 0:
             self.numbered = number = self.numbered + 1
             self._samples.append((number, kind.number, kind.promised_us, spent_ns))
             if number >= self.told_from and self.heard is not None:
                 self.heard()
+
+    def _kind(self, choices: AuditedChoices, plan: Plan | None, collective: str, num_bytes: int) -> _Kind:
+        if plan is None:
+            promised_us = choices.promised_flat_us(_OF_PLANS.get(collective, collective), num_bytes)
+        else:
+            promised_us = choices.promised_us(plan)
+        if not promised_us:
+            return _Kind(_Row(), 0.0, -1, plan)
+        name, size_class = "flat" if plan is None else plan.name, max(0, num_bytes - 1).bit_length()
+        row = self._rows.setdefault((collective, name, size_class), _Row())
+        number = -1
+        if collective in _WATCHED:
+            number = self._kinds.setdefault((self.generation, collective, name, size_class), len(self._kinds))
+        return _Kind(row, promised_us, number, plan)
 
     @property
     def samples(self) -> list[Sample]:
@@ -221,18 +204,19 @@ class Ledger(Instrument):
         self.events.append(PlanEvent(time_s=time.time(), call=call, what=what))
 
     def closed(self) -> None:
-        """Note that the group is gone: keep what :meth:`read` says, and nothing else of it."""
+        """Note that the group is gone: keep what :meth:`read` says, and nothing else of it. The
+        groups that have been gone for longest are added up: who did what in them is forgotten."""
+        global _ended
         self._last = self.read()
         self.heard = None
         for cache in (self._of_plans, self._of_flat, self._kinds):
             cache.clear()
         self._choices = None
-        _fold_ended()
-
-    @property
-    def is_history(self) -> bool:
-        """Whether the group is gone, so that its numbers may be added to those of others."""
-        return self._last is not None
+        with _folding:
+            ended = [ledger for ledger in _ledgers if ledger._last is not None]
+            for ledger in ended[:-MOST_ENDED]:
+                _ended = ended_groups(_ended, ledger.read())
+                _ledgers.remove(ledger)
 
     def read(self) -> AuditedGroup:
         """Return what is known by now."""
@@ -250,7 +234,17 @@ class Ledger(Instrument):
             fabric_rate=choices.experience.links.fabric,
             node_rates=tuple(choices.prices.rates),
             calls=tuple(
-                _read_row(key, row) for key, row in sorted(self._rows.copy().items(), key=lambda item: item[0])
+                AuditedCalls(
+                    collective=collective,
+                    plan=plan,
+                    up_to_bytes=1 << size_class,
+                    calls=row.calls,
+                    promised_us=row.promised_us,
+                    measured_us=row.measured_ns / 1000,
+                    logical_bytes=row.logical_bytes,
+                    wire_bytes=AuditedWire(inter=row.inter, intra=row.intra) if row.is_known else None,
+                )
+                for (collective, plan, size_class), row in sorted(self._rows.copy().items(), key=itemgetter(0))
             ),
             beside_calls=self._beside.calls,
             beside_promised_us=self._beside.promised_us,
@@ -267,49 +261,21 @@ class Ledger(Instrument):
         choices, stayed = self._choices, []
         if choices is None or len(self._nodes) == 1 or choices.is_forced:
             return []
+        described = self._counters.describe()
+        where = "" if described in ("", "undefined", "default_pg") else f"of {described} "
+        where += f"over {counted(len(self._counters.ranks), 'rank')} on {counted(len(self._nodes), 'node')}"
         for collective, row in list(self._counters.flat.items()):
             sizes = [size for of, size in list(self._of_flat) if of == collective]
             why = choices.prices.why_flat(_OF_PLANS.get(collective, collective), max(sizes)) if sizes else ""
             if why:
-                stayed.append(StayedFlat(collective, row.calls, row.logical_bytes, why))
+                stayed.append(StayedFlat(where, collective, row.calls, row.logical_bytes, why))
         return stayed
-
-    @property
-    def where(self) -> str:
-        """Where the group lies, in words: its description, ranks and nodes."""
-        described = self._counters.describe()
-        name = "" if described in ("", "undefined", "default_pg") else f"of {described} "
-        return f"{name}over {counted(len(self._counters.ranks), 'rank')} on {counted(len(self._nodes), 'node')}"
-
-
-def _read_row(key: tuple[str, str, int], row: _Row) -> AuditedCalls:
-    collective, plan, size_class = key
-    return AuditedCalls(
-        collective=collective,
-        plan=plan,
-        up_to_bytes=1 << size_class,
-        calls=row.calls,
-        promised_us=row.promised_us,
-        measured_us=row.measured_ns / 1000,
-        logical_bytes=row.logical_bytes,
-        wire_bytes=AuditedWire(inter=row.inter, intra=row.intra) if row.is_known else None,
-    )
 
 
 _ledgers: list[Ledger] = []
 _ended: AuditedGroup | None = None
 """The sum of the groups that are gone and have no ledger any more."""
 _folding = threading.Lock()
-
-
-def _fold_ended() -> None:
-    """Add up the groups that have been gone for longest, and forget which of them did what."""
-    global _ended
-    with _folding:
-        ended = [ledger for ledger in _ledgers if ledger.is_history]
-        for ledger in ended[:-MOST_ENDED]:
-            _ended = ended_groups(_ended, ledger.read())
-            _ledgers.remove(ledger)
 
 
 @in_forked_child

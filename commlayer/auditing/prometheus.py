@@ -45,6 +45,8 @@ _ABOUT = {
     "commlayer_audit_written_timestamp_seconds": ("gauge", "When the rank wrote its audit, Unix time."),
 }
 
+_UNITS = ("B", "KB", "MB", "GB", "TB")
+
 _Labels = tuple[tuple[str, str], ...]
 
 
@@ -76,21 +78,42 @@ class _Samples:
 def prometheus_text(audits: Sequence[RankAudit]) -> str:
     """Return the audits of a job's ranks as one text."""
     samples = _Samples()
-    totals: dict[_Labels, list[float]] = {}
+    totals: dict[_Labels, list[float]] = {}  # calls, time, bytes times the bus factor; below 0: there is none
     for audit in audits:
         rank = (("rank", str(audit.rank)), ("node", audit.host))
         samples.put("commlayer_audit_written_timestamp_seconds", rank, audit.written_s)
         for group in audit.groups:
-            of_group = _group_labels(audit, group)
+            is_said = group.description not in ("", "undefined")
+            of_group: _Labels = (  # NCCL Inspector's labels of a communicator; ``rank`` and ``group`` are ours
+                ("version", f"commlayer {audit.commlayer}"),
+                ("slurm_job_id", audit.slurm_job_id or "unknown"),
+                ("node", audit.host),
+                ("gpu", "unknown"),
+                ("comm_name", group.description if is_said else group.group),
+                ("n_nodes", str(len(group.nodes))),
+                ("nranks", str(len(group.ranks))),
+                ("rank", str(audit.rank)),
+                ("group", group.group),
+            )
             for calls in group.calls:
+                # The size class in NCCL Inspector's spelling, where KB is 1024 bytes: of one unit, "2-4MB".
+                lower, upper = calls.up_to_bytes // 2, calls.up_to_bytes
+                power = min((max(1, lower).bit_length() - 1) // 10, len(_UNITS) - 1)
+                size_range = f"{lower // 1024**power}-{-(-upper // 1024**power)}{_UNITS[power]}"
                 labels = (
                     *of_group,
                     ("collective", _COLLECTIVES.get(calls.collective, calls.collective)),
-                    ("message_size", _size_range(calls.up_to_bytes)),
+                    ("message_size", size_range),
                     ("algo_proto", calls.plan),
                 )
                 _add_calls(samples, labels, calls)
-                _add_bandwidth(totals, labels, calls, len(group.ranks))
+                row = totals.setdefault(labels, [0.0, 0.0, 0.0])
+                row[0] += calls.calls
+                row[1] += calls.measured_us
+                try:
+                    row[2] += calls.logical_bytes * bus_factor(calls.collective, len(group.ranks))
+                except UsageError:
+                    row[2] = -1.0
             if audit.rank == group.ranks[0]:
                 _add_first(samples, of_group, group)
     for labels, (count, time_us, moved_bytes) in totals.items():
@@ -98,31 +121,6 @@ def prometheus_text(audits: Sequence[RankAudit]) -> str:
         if time_us and moved_bytes >= 0:
             samples.put(_BUS_BANDWIDTH, labels, moved_bytes / time_us / 1e3)
     return "\n".join(samples.lines()) + "\n"
-
-
-def _group_labels(audit: RankAudit, group: AuditedGroup) -> _Labels:
-    """NCCL Inspector's labels of a communicator; ``rank`` and ``group`` are ours."""
-    is_said = group.description not in ("", "undefined")
-    return (
-        ("version", f"commlayer {audit.commlayer}"),
-        ("slurm_job_id", audit.slurm_job_id or "unknown"),
-        ("node", audit.host),
-        ("gpu", "unknown"),
-        ("comm_name", group.description if is_said else group.group),
-        ("n_nodes", str(len(group.nodes))),
-        ("nranks", str(len(group.ranks))),
-        ("rank", str(audit.rank)),
-        ("group", group.group),
-    )
-
-
-def _size_range(up_to_bytes: int) -> str:
-    """The size class as a range in NCCL Inspector's spelling, where KB is 1024 bytes: of one unit,
-    "2-4MB"."""
-    lower, units = up_to_bytes // 2, ["B", "KB", "MB", "GB", "TB"]
-    power = min((max(1, lower).bit_length() - 1) // 10, len(units) - 1)
-    scale = 1024**power
-    return f"{lower // scale}-{-(-up_to_bytes // scale)}{units[power]}"
 
 
 def _add_calls(samples: _Samples, labels: _Labels, calls: AuditedCalls) -> None:
@@ -133,18 +131,6 @@ def _add_calls(samples: _Samples, labels: _Labels, calls: AuditedCalls) -> None:
     if calls.wire_bytes is not None:
         samples.add("commlayer_wire_bytes_total", (*labels, ("link", "inter")), calls.wire_bytes.inter)
         samples.add("commlayer_wire_bytes_total", (*labels, ("link", "intra")), calls.wire_bytes.intra)
-
-
-def _add_bandwidth(totals: dict[_Labels, list[float]], labels: _Labels, calls: AuditedCalls, num_ranks: int) -> None:
-    """Calls, time and bytes times the bus factor, by labels; below 0 where a collective has no bus
-    factor."""
-    row = totals.setdefault(labels, [0.0, 0.0, 0.0])
-    row[0] += calls.calls
-    row[1] += calls.measured_us
-    try:
-        row[2] += calls.logical_bytes * bus_factor(calls.collective, num_ranks)
-    except UsageError:
-        row[2] = -1.0
 
 
 def _add_first(samples: _Samples, labels: _Labels, group: AuditedGroup) -> None:

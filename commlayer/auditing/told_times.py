@@ -77,9 +77,15 @@ class ToldTimes:
         for sample in self._ledger.samples:
             if sample.number <= self._compared:
                 continue
-            times = {member: _time_of(window, sample.number) for member, window in windows.items()}
-            known = {member: time for member, time in times.items() if time}
-            if None in times.values() or not known:
+            behind = {member: int(window[0]) - sample.number for member, window in windows.items()}
+            if min(behind.values()) < 0:  # a rank has not told of it yet
+                continue
+            known = {  # but by those who have forgotten it
+                member: window[-1 - behind[member]]
+                for member, window in windows.items()
+                if behind[member] < len(window) - 1 and window[-1 - behind[member]]
+            }
+            if not known:
                 continue
             self._compared = sample.number
             last = min(known, key=known.__getitem__)
@@ -90,12 +96,3 @@ def _window_of(samples: Sequence[Sample]) -> array[float]:
     """The number of the latest call, and the times of those up to it, µs: what ranks tell each
     other."""
     return array("d", [samples[-1].number if samples else 0, *(each.measured_us for each in samples)])
-
-
-def _time_of(window: array[float], number: int) -> float | None:
-    """A rank's time of the call of this number; 0.0 where it has forgotten it, None where it has
-    not told of it yet."""
-    behind = int(window[0]) - number
-    if behind < 0:
-        return None
-    return window[len(window) - 1 - behind] if behind < len(window) - 1 else 0.0

@@ -53,8 +53,16 @@ class WatchLead:
     def turn(self, now_s: float, turn_s: float, rest_s: float) -> None:
         """Compare, and have the others act. The group is looked at every ``turn_s``, or every
         ``rest_s`` if that is longer."""
-        self._compare()
-        self._keep_pace(now_s, turn_s)
+        for call in self._times.compare():
+            self._ledger.came_last(self._planned.global_ranks[call.last], call.waited_us)
+            self._planned.choices.experience.told(call.sample.kind, call.sample.promised_us, call.last_us)
+        # The pace of the group is that of the last two turns, or of the last one where that was faster.
+        made, pace = self.appointments.calls, self._pace
+        if now_s - pace[-1][1] >= turn_s / 2:
+            while len(pace) > 1 and now_s - pace[1][1] >= 2 * turn_s:
+                pace.popleft()
+            self._calls_per_s = max((made - before) / (now_s - then_s) for before, then_s in (pace[0], pace[-1]))
+            pace.append((made, now_s))
         if self.appointments.is_open:
             return  # or its purpose is being fulfilled
         if self._awaits_outcome:
@@ -78,22 +86,6 @@ class WatchLead:
             self.appointments.make(step.purpose, step.value, ahead, max(PATIENCE_S, 3 * longest_s))
         if step.event:
             self._happened(step.event, is_said=True)
-
-    def _compare(self) -> None:
-        for call in self._times.compare():
-            self._ledger.came_last(self._planned.global_ranks[call.last], call.waited_us)
-            self._planned.choices.experience.told(call.sample.kind, call.sample.promised_us, call.last_us)
-
-    def _keep_pace(self, now_s: float, turn_s: float) -> None:
-        """Note how many calls are made in a second: by the last two turns, or by the last one where
-        that was faster."""
-        calls, pace = self.appointments.calls, self._pace
-        if now_s - pace[-1][1] < turn_s / 2:
-            return
-        while len(pace) > 1 and now_s - pace[1][1] >= 2 * turn_s:
-            pace.popleft()
-        self._calls_per_s = max((calls - made) / (now_s - then_s) for made, then_s in (pace[0], pace[-1]))
-        pace.append((calls, now_s))
 
     def _settle(self, now_s: float) -> None:
         """Take note of what has become of the last appointment."""

@@ -102,10 +102,12 @@ def test_only_the_last_groups_that_are_gone_have_ledgers(monkeypatch: pytest.Mon
     prices = SimpleNamespace(planner=None, job_planner=None, rates=())
     choices = SimpleNamespace(promised_flat_us=lambda *_: 10.0, prices=prices, experience=Experience())
     planned: Any = Planned(choices=choices, global_ranks=(0, 1), nodes=((0,), (1,)), held_s=0.0)
+    of_flat = {"plan": None, "collective": "all_to_all", "run_bytes": 1000}
+    call: Any = SimpleNamespace(**of_flat, moved_ns=5000, inter_bytes=1000, intra_bytes=0)
     ledgers = []
     for number in range(MOST_ENDED + 10):
         made = Ledger(GroupCounters(f"group {number}", 0, [0, 1]), planned)
-        made.note_flat("all_to_all", 1000, 5000, (1000, 0))
+        made.moved(call)
         ledgers.append(made)
         made.closed()
     assert len(ledger.open_ledgers()) == MOST_ENDED
