@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import selectors
+import signal
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from commlayer.emulation.forked_ranks import RankJob
+from commlayer.emulation.forked_ranks import STACKS_SIGNAL, RankJob
 from commlayer.emulation.outcomes import RankFailure, RankOutcome, timed_out_error
 from commlayer.emulation.output import OutputStream, drain
 from commlayer.emulation.rank_process import RankProcess, launch, masked_signals
@@ -58,7 +61,8 @@ class _Run:
     def leave(self) -> None:
         """Let the ranks go, and collect every one."""
         for rank in self.ranks:
-            rank.release()
+            with contextlib.suppress(OSError):
+                rank.channel.shutdown(socket.SHUT_RDWR)
         deadline = time.monotonic() + _LEAVE_PATIENCE_S
         for rank in self.ranks:
             if not rank.ended:
@@ -98,10 +102,11 @@ class _Run:
     def _kill(self, because: str) -> None:
         # Have the ranks write down where they hang; a stopped one never will, so the wait is short.
         running = [rank for rank in self.ranks if not rank.reported and rank.job.call is not None]
-        for rank in running:
-            rank.ask_for_stacks()
+        for rank in running:  # not a program that a rank became: it would only die of the signal
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(rank.pid_fd, STACKS_SIGNAL)
         deadline = time.monotonic() + _STACKS_PATIENCE_S
-        while not all(rank.has_written_stacks for rank in running) and time.monotonic() < deadline:
+        while not all(rank.has_written_stacks() for rank in running) and time.monotonic() < deadline:
             time.sleep(0.02)
         for rank in self.ranks:
             rank.kill(because)

@@ -89,7 +89,14 @@ def rank_main(job: RankJob, channel: socket.socket, stacks_fd: int, parent_pid: 
                 signal.signal(getattr(signal, name), signal.SIG_DFL)
             os.execv(shutil.which(job.argv[0]) or job.argv[0], list(job.argv))
         value = job.call()
-        _send(channel, FRAME_RESULT, _pickled_value(value))
+        try:
+            pickled = pickle.dumps(value)
+        except Exception as error:
+            raise TypeError(
+                f"the rank's return value of type {type(value).__name__} cannot be pickled ({error}): "
+                "return plain data, tensors or None"
+            ) from error
+        _send(channel, FRAME_RESULT, pickled)
         flush_stdio()
         # Stay until all ranks have reported: a rank that left early would cut the connections of
         # those still in their last collective, and rank 0 would take the rendezvous store with it.
@@ -126,8 +133,14 @@ def _set_up(job: RankJob, stacks_fd: int, parent_pid: int, close: Iterable[int])
     for name in job.removed:
         os.environ.pop(name, None)
     os.environ.update(job.environment)
-    if DEVICE not in job.environment:
-        _share_cores()
+    # Have the kernel run this rank as a batch job: what wakes up waits until a core's present task has
+    # had its turn. An emulated cluster mostly has more ranks than this machine has cores. Each message
+    # would wake up its receiver in place of its sender, which then still holds the lock of their
+    # connection. Gloo's thread asks for that lock again and again, which takes up to half of all
+    # processor time. Ranks with emulated accelerators stay as they are: their timers must be in time.
+    if DEVICE not in job.environment and os.sched_getscheduler(0) == os.SCHED_OTHER:
+        with contextlib.suppress(OSError):  # a container may refuse it: ranks are slower then
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     if job.call is not None:
         gc.freeze()  # what the parent had is no garbage of this rank: a search for cycles would copy all of the parent's pages
         faulthandler.register(STACKS_SIGNAL, file=stacks_fd, all_threads=True)
@@ -136,30 +149,6 @@ def _set_up(job: RankJob, stacks_fd: int, parent_pid: int, close: Iterable[int])
             # OMP_NUM_THREADS came too late for a torch that is loaded. One thread also keeps clear
             # of OpenMP's pool, which does not survive a fork.
             torch.set_num_threads(1)
-
-
-def _share_cores() -> None:
-    """Have the kernel run this rank as a batch job: what wakes up waits until a core's present task
-    has had its turn.
-
-    An emulated cluster mostly has more ranks than this machine has cores. Each message would wake
-    up its receiver in place of its sender, which then still holds the lock of their connection.
-    Gloo's thread asks for that lock again and again, which takes up to half of all processor time.
-    Ranks with emulated accelerators stay as they are: their timers must be in time.
-    """
-    if os.sched_getscheduler(0) == os.SCHED_OTHER:
-        with contextlib.suppress(OSError):  # a container may refuse it: ranks are slower then
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
-def _pickled_value(value: object) -> bytes:
-    try:
-        return pickle.dumps(value)
-    except Exception as error:
-        raise TypeError(
-            f"the rank's return value of type {type(value).__name__} cannot be pickled ({error}): "
-            "return plain data, tensors or None"
-        ) from error
 
 
 def _raised(error: BaseException) -> RaisedInRank:

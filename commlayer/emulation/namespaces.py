@@ -128,22 +128,17 @@ def namespace_id(fd: int) -> str:
     return os.readlink(f"/proc/self/fd/{fd}")
 
 
-def _processes_in(networks: Sequence[str]) -> list[int]:
-    """Processes, other than this one, whose network is one of `networks` (see `namespace_id`)."""
-    wanted, own_pid, pids = set(networks), os.getpid(), []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and int(entry) != own_pid:
-            with contextlib.suppress(OSError):
-                if os.readlink(f"/proc/{entry}/ns/net") in wanted:
-                    pids.append(int(entry))
-    return pids
-
-
 def kill_processes_in(networks: Sequence[str]) -> None:
-    """Kill every process in these networks, again until none is left (they may fork while we look)."""
-    deadline = time.monotonic() + _KILLING_S
-    while (pids := _processes_in(networks)) and time.monotonic() < deadline:
-        for pid in pids:
+    """Kill every process but this one in these networks (see `namespace_id`), again until none is left:
+    they may fork while we look."""
+    deadline, others = time.monotonic() + _KILLING_S, True
+    while others and time.monotonic() < deadline:
+        others = False
+        for entry in os.listdir("/proc"):
             with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.002)
+                is_other = entry.isdigit() and int(entry) != os.getpid()
+                if is_other and os.readlink(f"/proc/{entry}/ns/net") in networks:
+                    others = True
+                    os.kill(int(entry), signal.SIGKILL)
+        if others:
+            time.sleep(0.002)

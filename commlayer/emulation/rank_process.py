@@ -20,7 +20,6 @@ from commlayer.emulation import syscalls
 from commlayer.emulation.forked_ranks import (
     FRAME_HEADER,
     FRAME_RESULT,
-    STACKS_SIGNAL,
     RaisedInRank,
     RankJob,
     flush_stdio,
@@ -58,13 +57,9 @@ class RankProcess:
     @property
     def failed(self) -> bool:
         """Tell whether it is known already that the rank failed."""
-        if self._frame is not None and self._frame[0] != FRAME_RESULT:
-            return True
-        return self.ended and not self._fine()
-
-    def _fine(self) -> bool:
-        has_result = self._frame is not None and self._frame[0] == FRAME_RESULT
-        return has_result or (self.job.call is None and self._frame is None and self._status == 0)
+        if self._frame is not None:
+            return self._frame[0] != FRAME_RESULT
+        return self.ended and (self.job.call is not None or self._status != 0)
 
     def read(self) -> bool:
         """Take in what the rank has sent; False at the end of its line."""
@@ -83,11 +78,6 @@ class RankProcess:
                 if len(self._buffer) >= FRAME_HEADER.size + length:
                     self._frame = kind, bytes(self._buffer[FRAME_HEADER.size : FRAME_HEADER.size + length])
                     self._buffer.clear()
-
-    def release(self) -> None:
-        """Let a rank that has reported leave."""
-        with contextlib.suppress(OSError):
-            self.channel.shutdown(socket.SHUT_RDWR)
 
     def kill(self, because: str) -> None:
         """Kill the rank's whole process group."""
@@ -110,33 +100,17 @@ class RankProcess:
             self._status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         self.ended, self.ended_at_s = True, time.monotonic()
 
-    def ask_for_stacks(self) -> None:
-        """Have the rank write down where it is (a program that it became would only die of the
-        signal)."""
-        if self.job.call is not None and not self.reported:
-            with contextlib.suppress(OSError):
-                signal.pidfd_send_signal(self.pid_fd, STACKS_SIGNAL)
-
-    @property
     def has_written_stacks(self) -> bool:
-        """Tell whether the stacks are whole: the main thread's is the last, and ends where the rank
-        was begun."""
+        """Tell whether the stacks that STACKS_SIGNAL asks for are whole: the main thread's is the
+        last, and ends where the rank was begun."""
         return b" in rank_main\n" in os.pread(self.stacks_fd, _STACKS_BYTES, 0)
-
-    def stacks(self) -> str:
-        """Return the stacks that `ask_for_stacks` brought, without the frames of this package and
-        of the forked parent."""
-        text = os.pread(self.stacks_fd, _STACKS_BYTES, 0).decode(errors="replace")
-        threads = (thread.split("\n") for thread in text.rstrip().split("\n\n"))
-        own = (takewhile(lambda line: not line.endswith(" in rank_main"), lines) for lines in threads)
-        return "\n".join("\n".join(lines) for lines in own)
 
     def outcome(self) -> tuple[float, RankOutcome]:
         """Return what became of the rank, and when (seconds, monotonic); call it once the rank has
         ended."""
         rank, node = self.job.rank, self.job.node
         raised: RaisedInRank | None = None
-        if self._fine():
+        if not self.failed:
             value = None
             try:
                 value = pickle.loads(self._frame[1]) if self._frame is not None else None
@@ -153,20 +127,20 @@ class RankProcess:
         status = self._status
         by_signal = -status if status is not None and status < 0 else None
         exitcode = status if by_signal is None else None
+        exception = None
         if raised is not None:
             reason, text = f"raised {raised.summary.splitlines()[0]}", raised.traceback
+            if raised.pickled is not None:
+                with contextlib.suppress(Exception):
+                    exception = pickle.loads(raised.pickled)
         else:
-            text = self.stacks() if self.job.output is None else self.job.output.last_words()
+            text = _own_stacks(self.stacks_fd) if self.job.output is None else self.job.output.last_words()
             if self.killed_because is not None:
                 reason = f"killed by the cluster {self.killed_because}"
             elif by_signal is not None:
                 reason = f"killed by signal {signal_name(by_signal)}"
             else:
                 reason = f"exited with code {exitcode}"
-        exception = None
-        if raised is not None and raised.pickled is not None:
-            with contextlib.suppress(Exception):
-                exception = pickle.loads(raised.pickled)
         return RankFailure(
             rank=self.job.rank,
             node=self.job.node,
@@ -185,6 +159,15 @@ class RankProcess:
         self.channel.close()
         os.close(self.pid_fd)
         os.close(self.stacks_fd)
+
+
+def _own_stacks(stacks_fd: int) -> str:
+    """The stacks that a rank has written, without the frames of this package and of the forked
+    parent."""
+    text = os.pread(stacks_fd, _STACKS_BYTES, 0).decode(errors="replace")
+    threads = (thread.split("\n") for thread in text.rstrip().split("\n\n"))
+    own = (takewhile(lambda line: not line.endswith(" in rank_main"), lines) for lines in threads)
+    return "\n".join("\n".join(lines) for lines in own)
 
 
 @contextlib.contextmanager
