@@ -27,21 +27,18 @@ def printable(text: str, keep: str = "\n\t") -> str:
     """
     if text.isprintable():
         return text
-    return "".join(char if char in keep or not _is_hidden(char) else _spelt(char) for char in text)
-
-
-def _is_hidden(char: str) -> bool:
     import unicodedata  # lazy: nearly all text is printable, and offline commands start without it
 
-    category = unicodedata.category(char)
-    return category[0] == "C" or category in ("Zl", "Zp")
-
-
-def _spelt(char: str) -> str:
-    code = ord(char)
-    if code < 0x100:
-        return f"\\x{code:02x}"
-    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    spelt = []
+    for char in text:
+        category, code = unicodedata.category(char), ord(char)
+        if char in keep or not (category[0] == "C" or category in ("Zl", "Zp")):
+            spelt.append(char)
+        elif code < 0x100:
+            spelt.append(f"\\x{code:02x}")
+        else:
+            spelt.append(f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}")
+    return "".join(spelt)
 
 
 def shortened(text: str, most: int = 200) -> str:

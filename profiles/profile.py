@@ -207,7 +207,11 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         else:
             kinds = sorted({f"{curve.collective} on {curve.link}" for curve in self.curves})
             there = f"it has {', '.join(kinds) or 'no curves at all'}"
-        if (link, group_size) in self._measurable():
+        topology = Topology.parse(self.topology)
+        nodes, ranks = topology.num_nodes, max(map(len, topology.nodes))
+        measurable = {("device", 1), *([("intra", ranks)] if ranks > 1 else []), *([("intra", 2)] if ranks > 2 else [])}
+        measurable |= {("inter", topology.world_size), ("inter", nodes)} if nodes > 1 else set()
+        if topology.world_size > 1 and (link, group_size) in measurable:
             advice = "Measure it on that cluster with `commlayer measure`, or plan with those"
         else:
             advice = (
@@ -218,18 +222,6 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             f"profile {self.name!r} ({self.topology}): expected a curve of {collective} on {link} for group size "
             f"{group_size}, got none; {there}. {advice}"
         )
-
-    def _measurable(self) -> set[tuple[str, int]]:
-        """The links and group sizes that ``commlayer measure`` measures on a cluster of this shape."""
-        topology = Topology.parse(self.topology)
-        if topology.world_size == 1:
-            return set()  # it refuses that
-        nodes, ranks = topology.num_nodes, max(map(len, topology.nodes))
-        of_node = {("intra", ranks)} if ranks > 1 else set()
-        of_node |= {("intra", 2)} if ranks > 2 else set()
-        if nodes == 1:
-            return {("device", 1)} | of_node
-        return {("inter", topology.world_size), ("inter", nodes), ("device", 1)} | of_node
 
     @property
     def measured_on(self) -> str:

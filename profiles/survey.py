@@ -148,15 +148,26 @@ def survey(
     go(small[len(needed) :])
     reserved_us = len(tall) * (limits.longest_us * _USUAL + result.overhead_us)
     go(_affordable(result, small, limits.budget_us - reserved_us))
-    go([(place, _first_top(result, place, limits)) for place in firsts.values()], math.inf)
+    largest = []
+    for place in firsts.values():  # as if the time of the size below were all bandwidth
+        below = ladders[place].sizes[-2]
+        most = _FIRST_LONGEST * limits.longest_us / result.time_us((place, below)) * below
+        largest.append((place, _grown(ladders[place], most)))
+    go(largest, math.inf)
     result.us_per_byte = {link: result.slope_us(place) / ladders[place].load for link, place in firsts.items()}
     tall = [place for place in tall if place not in firsts.values()]
     measured = [place for place in tall if len(result.sizes(place)) == len(ladders[place].sizes) - 1]
-    # A curve whose size below the largest takes as long already as the largest should needs no larger one.
-    others = [place for place in measured if result.time_us((place, ladders[place].sizes[-2])) < limits.longest_us]
-    go([(place, _top(result, place, limits)) for place in others])
-    go(_affordable(result, [call for call in small if _differs(result.times_us.get(call, ()))], limits.budget_us))
-    largest = [(place, result.sizes(place)[-1]) for place in (*firsts.values(), *others)]
+    others = []
+    for place in measured:
+        below, most = ladders[place].sizes[-2:]
+        left_us, us_per_byte = limits.longest_us - result.time_us((place, below)), result.slope_us(place)
+        if left_us > 0:  # else the size below the largest takes as long already as the largest should
+            others.append((place, _grown(ladders[place], below + left_us / us_per_byte if us_per_byte else most)))
+    go(others)
+    twice = [(call, times) for call in small if 1 < len(times := result.times_us.get(call, ())) < _MOST_TIMES]
+    unsure = [call for call, times in twice if max(times) > min(times) * _ALIKE]
+    go(_affordable(result, unsure, limits.budget_us))
+    largest = [(place, result.sizes(place)[-1]) for place in (*firsts.values(), *(place for place, _ in others))]
     go(_affordable(result, sorted(largest, key=result.time_us), limits.budget_us))
     return result
 
@@ -173,25 +184,6 @@ def _affordable(result: Survey, calls: Iterable[Wanted], budget_us: float) -> li
     return fitting
 
 
-def _first_top(result: Survey, place: int, limits: SurveyLimits) -> int:
-    """The largest size of a link's first curve: as if the time of the size below were all
-    bandwidth."""
-    below = result.ladders[place].sizes[-2]
-    return _grown(result.ladders[place], _FIRST_LONGEST * limits.longest_us / result.time_us((place, below)) * below)
-
-
-def _top(result: Survey, place: int, limits: SurveyLimits) -> int:
-    """The largest size of another curve."""
-    ladder, us_per_byte = result.ladders[place], result.slope_us(place)
-    below = ladder.sizes[-2]
-    left_us = limits.longest_us - result.time_us((place, below))
-    return _grown(ladder, below + left_us / us_per_byte if us_per_byte else ladder.sizes[-1])
-
-
 def _grown(ladder: Ladder, size: float) -> int:
     below, most = ladder.sizes[-2:]
     return int(min(most, max(size, below * _LEAST_GROWTH)))
-
-
-def _differs(times_us: Sequence[float]) -> bool:
-    return 1 < len(times_us) < _MOST_TIMES and max(times_us) > min(times_us) * _ALIKE

@@ -11,7 +11,7 @@ distribution): times of collectives are skewed, and a normal interval around the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -126,7 +126,15 @@ def measure(run: Callable[[], float], repeats: Repeats) -> Samples:
         if spent_us > repeats.budget_us / 2:
             break
     times: list[float] = []
-    while not _is_enough(times, repeats):
+    while len(times) < repeats.max_repeats:
+        # The least time, not the last: one hiccup must not cut a measurement short.
+        is_slow = bool(times) and min(times) > repeats.budget_us / 2
+        if len(times) >= min(repeats.min_repeats, 2 if is_slow else repeats.min_repeats):
+            if sum(times) > repeats.budget_us:
+                break
+            is_known = _half_width(sorted(times), repeats.confidence) <= repeats.half_width
+            if len(times) >= repeats.min_repeats and is_known:
+                break
         times.append(_checked(run()))
     return summarize(times, repeats.confidence)
 
@@ -135,18 +143,6 @@ def _checked(time_us: float) -> float:
     if not 0 < time_us < math.inf:
         raise UsageError(f"expected run() to return a positive, finite time in us, got {time_us}")
     return float(time_us)
-
-
-def _is_enough(times: Sequence[float], repeats: Repeats) -> bool:
-    if len(times) >= repeats.max_repeats:
-        return True
-    # The least time, not the last: one hiccup must not cut a measurement short.
-    is_slow = bool(times) and min(times) > repeats.budget_us / 2
-    if len(times) < min(repeats.min_repeats, 2 if is_slow else repeats.min_repeats):
-        return False
-    if sum(times) > repeats.budget_us:
-        return True
-    return len(times) >= repeats.min_repeats and _half_width(sorted(times), repeats.confidence) <= repeats.half_width
 
 
 def summarize(times_us: Sequence[float], confidence: float = 0.95) -> Samples:
@@ -198,23 +194,24 @@ def least_samples(confidence: float) -> int:
 def doubts(curves: Iterable[Curve]) -> list[str]:
     """Describe what is too little in measured curves, a line for each such curve; none where it is not known how often was
     measured."""
-    return [text for curve in curves if curve.samples and (text := "; ".join(_doubts(curve)))]
-
-
-def _doubts(curve: Curve) -> Iterator[str]:
-    confidence = Repeats.confidence
-    name = f"{curve.collective} on {curve.link}, group size {curve.group_size}: "
+    confidence, lines = Repeats.confidence, []
     least = least_samples(confidence)
-    few = [(size, num) for size, num in zip(curve.bytes, curve.samples, strict=True) if num < least]
-    if few:
-        sizes = f"{few[0][0]} bytes" if len(few) == 1 else f"{few[0][0]} to {few[-1][0]} bytes"
-        yield (
-            f"{name}{len(few)} of {counted(len(curve.bytes), 'size')} ({sizes}) measured fewer than {least} times (down to "
-            f"{min(num for _, num in few)}), so their medians have no {confidence:.0%} interval and their p99 is the slowest time"
-        )
-        name = ""
-    if len(curve.bytes) < _LEAST_SIZES:
-        yield f"{name}fewer than {_LEAST_SIZES} sizes, so it has no hold-out error"
+    for curve in curves:
+        reasons = []
+        few = [(size, num) for size, num in zip(curve.bytes, curve.samples, strict=False) if num < least]
+        if few:
+            sizes = f"{few[0][0]} bytes" if len(few) == 1 else f"{few[0][0]} to {few[-1][0]} bytes"
+            reasons.append(
+                f"{len(few)} of {counted(len(curve.bytes), 'size')} ({sizes}) measured fewer than {least} times (down to "
+                f"{min(num for _, num in few)}), so their medians have no {confidence:.0%} interval and their p99 is the slowest "
+                "time"
+            )
+        if curve.samples and len(curve.bytes) < _LEAST_SIZES:
+            reasons.append(f"fewer than {_LEAST_SIZES} sizes, so it has no hold-out error")
+        if reasons:
+            name = f"{curve.collective} on {curve.link}, group size {curve.group_size}"
+            lines.append(f"{name}: {'; '.join(reasons)}")
+    return lines
 
 
 @dataclass(frozen=True)
