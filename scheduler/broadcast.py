@@ -35,7 +35,7 @@ class Scatter(ExchangeLeg):
     """The root gives each rank of its node a slice: an all_to_all, of which only one rank has anything to send."""
 
     def curve_keys(self, plan: Plan) -> tuple[CurveKey, ...]:
-        return (("all_to_all", self.resource(plan.traffic), self.ranks(plan.traffic)),)
+        return (("all_to_all", self.resource(plan.traffic), self.span.ranks(plan.traffic)),)
 
     def moves(self, place: BroadcastPlace, tag: int, chunk: int) -> Moves:
         if place.a != place.home:

@@ -191,7 +191,13 @@ def choose(traffic: Traffic, profile: Profile, policy: Policy | None = None) -> 
     plans = candidates(traffic, gather, policy.min_slice_bytes, policy.max_chunks, allowed)
     priced, unpriced = _priced(list(plans), profile, policy)
     if not priced:
-        raise PlanError(unpriced or _none_applies(allowed, traffic))
+        names = ", ".join(strategy.value for strategy in allowed)
+        which = "and it does not apply" if len(allowed) == 1 else "and none of them applies"
+        is_ring = Strategy.RING in allowed and not traffic.slow_pairs
+        why = " (ring goes round slow pairs of nodes, and no pair is slow)" if is_ring else ""
+        raise PlanError(
+            unpriced or f"no plan: the policy allows only {names}, {which} to {traffic}{why}: allow flat too"
+        )
     tolerance = _error([t.plan for t in priced], profile) if policy.tolerance is None else policy.tolerance
     best_us = min(timeline.total_us for timeline in priced)
     chosen = _simplest(priced, best_us, tolerance)
@@ -205,14 +211,6 @@ def choose(traffic: Traffic, profile: Profile, policy: Policy | None = None) -> 
     return Decision(
         traffic, chosen, priced, margin, tolerance, min_bytes, profile.name, policy, unpriced, unyielding, basis
     )
-
-
-def _none_applies(allowed: Sequence[Strategy], traffic: Traffic) -> str:
-    names = ", ".join(strategy.value for strategy in allowed)
-    which = "and it does not apply" if len(allowed) == 1 else "and none of them applies"
-    is_ring = Strategy.RING in allowed and not traffic.slow_pairs
-    why = " (ring goes round slow pairs of nodes, and no pair is slow)" if is_ring else ""
-    return f"no plan: the policy allows only {names}, {which} to {traffic}{why}: allow flat too"
 
 
 def _simplest(priced: Sequence[Timeline], best_us: float, tolerance: float) -> Timeline:

@@ -27,7 +27,7 @@ latency of a message, and sum in an order that depends on the block.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 
 from commlayer.profiles.errors import PlanError
 from commlayer.scheduler import encoded_legs, group_legs, replicated
@@ -165,22 +165,17 @@ def candidates(
             with contextlib.suppress(PlanError):
                 yield build(traffic, strategy, 1, gather, wire)
         if traffic.slow_pairs and wire.is_native and Strategy.RING in allowed:
-            yield from _rings(traffic, all_counts)
+            for count in (1, *all_counts):  # else every node sends to every other one as fast, and simpler
+                try:
+                    yield build(traffic, Strategy.RING, count)
+                except PlanError:  # noqa: PERF203  two nodes, a collective that has none, or too many messages
+                    break
         for strategy in filter(allowed.__contains__, _CHUNKED if wire.is_native else _CHUNKED_ENCODED):
             for count in counts:
                 try:
                     yield build(traffic, strategy, count, gather, wire)
                 except PlanError:  # noqa: PERF203  among others: hundreds of nodes, and too many messages to tell apart
                     break
-
-
-def _rings(traffic: Traffic, counts: Sequence[int]) -> Iterator[Plan]:
-    """The plans round the nodes: only where a pair is slow. Else every node sends to every other one as fast, and simpler."""
-    for count in (1, *counts):
-        try:
-            yield build(traffic, Strategy.RING, count)
-        except PlanError:  # noqa: PERF203  two nodes, a collective that has none, or too many messages
-            return
 
 
 def finer_plans(

@@ -135,7 +135,7 @@ class _Between(_InNode):
     """Messages between the leaders."""
 
     def curve_keys(self, plan: Plan) -> tuple[CurveKey, ...]:
-        return (("leaders", self.resource(plan.traffic), self.ranks(plan.traffic)),)
+        return (("leaders", self.resource(plan.traffic), self.span.ranks(plan.traffic)),)
 
 
 # An all_gather

@@ -43,7 +43,7 @@ class ExchangeLeg(Leg):
     """Messages, which are timed by the curve of the same name on as many ranks."""
 
     def curve_keys(self, plan: Plan) -> tuple[CurveKey, ...]:
-        return ((self.op.value, self.resource(plan.traffic), self.ranks(plan.traffic)),)
+        return ((self.op.value, self.resource(plan.traffic), self.span.ranks(plan.traffic)),)
 
 
 class OwnCallLeg(ExchangeLeg):
@@ -79,9 +79,6 @@ class LocalLeg(Leg):
 
     def resource(self, traffic: Traffic) -> Resource:
         return Resource.DEVICE
-
-    def ranks(self, traffic: Traffic) -> int:
-        return 1
 
     def connections(self, traffic: Traffic) -> int:
         return 1

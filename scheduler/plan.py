@@ -251,10 +251,6 @@ class Leg(ABC):
         """The resource that its steps occupy."""
         return self.span.link(traffic)
 
-    def ranks(self, traffic: Traffic) -> int:
-        """How many ranks exchange with each other in a step."""
-        return self.span.ranks(traffic)
-
     def looked_up(self, size: float, plan: Plan) -> float:
         """The size by which a step of ``size`` bytes is looked up in its curve."""
         return size
@@ -269,7 +265,7 @@ class Leg(ABC):
 
     def connections(self, traffic: Traffic) -> int:
         """Over how many connections a rank sends in a step on its link, at least 1."""
-        return max(1, self.ranks(traffic) - self.span.near(traffic))
+        return max(1, self.span.ranks(traffic) - self.span.near(traffic))
 
     def share_of_link(self, traffic: Traffic, curve: Curve) -> float:
         """How much of a step's bytes cross its link: by the bus factor, and of those of a whole group what leaves the node."""

@@ -206,7 +206,7 @@ def _timed(plans: Iterable[Plan]) -> Iterator[tuple[CurveKey, Leg, Plan]]:
     """The legs of plans, with each curve that times them, but for exchanges of a rank with itself."""
     for plan in plans:
         for leg in dict.fromkeys(step.leg for step in plan.steps):
-            if not leg.is_exchange or leg.ranks(plan.traffic) > 1:
+            if not leg.is_exchange or leg.span.ranks(plan.traffic) > 1:
                 yield from ((key, leg, plan) for key in leg.curve_keys(plan))
 
 

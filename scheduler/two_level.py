@@ -34,14 +34,6 @@ def _others(sizes: Sequence[int], a: int) -> list[tuple[int, int]]:
     return [(b, place) for b in away for place in range(sizes[b])]
 
 
-def _most_relayed(sizes: Sequence[int], a: int) -> int:
-    """The number of ranks, itself among them, for which the busiest rank of node a gets what its peers have.
-
-    All ranks are dealt out in turn (:func:`_relay`), those of node a, which follow each other, one to each of them.
-    """
-    return -(-sum(sizes) // sizes[a])
-
-
 class TwoLevel:
     """One call on one rank. ``nodes``: the members on each node. ``source_bytes[k]`` go to member k, ``target_bytes[k]`` come
     from it.
@@ -57,6 +49,7 @@ class TwoLevel:
         self.here = nodes[self.a]
         self.i = self.here.index(rank)
         self.source_bytes, self.target_bytes = source_bytes, target_bytes
+        self._tags = len(source_bytes)  # how far apart those of the steps are
         self.sources, self.targets = [0, *accumulate(source_bytes)], [0, *accumulate(target_bytes)]
         self.away = [(self.a + d) % len(nodes) for d in range(1, len(nodes))]
         sizes = [len(members) for members in nodes]
@@ -68,28 +61,20 @@ class TwoLevel:
         """Who relays for this rank on each other node."""
         self._rows = [0, *accumulate(len(members) * _COUNT_BYTES for members in self.relayed)]
         self._width = len(self.relayed[self.i]) * _COUNT_BYTES
-        told = (
-            -(-(self._rows[-1] + len(self.here) * self._width) // ALIGN) * ALIGN
-        )  # devices copy from there in whole words
+        self.counts_region = Region(Buffer.STAGING, self._rows[-1], self._rows[-1] + len(self.here) * self._width)
+        """Where the local ranks' counts for this rank arrive, in their order; its own row is not written."""
+        told = -(-self.counts_region.stop // ALIGN) * ALIGN  # devices copy from there in whole words
         landing = [sum(target_bytes[k] for k in nodes[b]) for b in self.away]
-        self._landings = [told, *accumulate(landing, initial=told)][1:]
+        self._landings = [*accumulate(landing, initial=told)]
+        self.staging_bytes = self._landings[-1]
+        """Counts out, counts in, and what comes from other nodes."""
         self.edges: list[int] = []
         """Between what the local ranks bring, member by member, in transit; empty until the counts are known."""
-
-    @property
-    def staging_bytes(self) -> int:
-        """Counts out, counts in, and what comes from other nodes."""
-        return self._landings[-1]
 
     def counts(self) -> list[list[int]]:
         """Counts for local rank j: how much it brings for each member whose relay that is. To be written, as int64, one row
         behind the other, to the beginning of the staging buffer."""
         return [[self.source_bytes[member] for member in members] for members in self.relayed]
-
-    @property
-    def counts_region(self) -> Region:
-        """Where the local ranks' counts for this rank arrive, in their order; its own row is not written."""
-        return Region(Buffer.STAGING, self._rows[-1], self._rows[-1] + len(self.here) * self._width)
 
     def before(self) -> tuple[Moves, ...]:
         """The moves that are known at once. Step 1 and the sends of step 2 follow from the counts."""
@@ -111,15 +96,6 @@ class TwoLevel:
         later = enumerate(TWO_LEVEL.legs[1:], start=1)
         return (Moves(), *(leg.moves(self, step * self._tags, 0) for step, leg in later)), transit
 
-    @property
-    def _tags(self) -> int:
-        """How far apart the tags of the steps are."""
-        return len(self.source_bytes)
-
-    def source(self, member: int) -> Region:
-        """The region that goes to a member."""
-        return Region(Buffer.INPUT, self.sources[member], self.sources[member + 1])
-
     def target(self, member: int) -> Region:
         """Where what comes from a member belongs."""
         return Region(Buffer.OUTPUT, self.targets[member], self.targets[member + 1])
@@ -139,7 +115,7 @@ class TwoLevel:
 
     def told(self, j: int) -> Region:
         """Where the counts of a local rank for this one arrive."""
-        start = self._rows[-1] + j * self._width
+        start = self.counts_region.start + j * self._width
         return Region(Buffer.STAGING, start, start + self._width)
 
 
@@ -163,9 +139,13 @@ class Sort(ExchangeLeg):
     """Inside the node to the relays; for this node's own ranks that is all. Needs the counts."""
 
     def size(self, cut: Cut) -> float:
-        """The size of an even exchange in the fullest node that brings a rank as much as the busiest relay of any node gets."""
+        """The size of an even exchange in the fullest node that brings a rank as much as the busiest relay of any node gets.
+
+        That one gets what its peers have for so many ranks, itself among them: all ranks are dealt out in turn (:func:`_relay`),
+        those of a node, which follow each other, one to each of it.
+        """
         nodes, width = cut.traffic.nodes, max(cut.traffic.nodes)
-        most = max(_most_relayed(nodes, a) * (ranks - 1) for a, ranks in enumerate(nodes))
+        most = max(-(-sum(nodes) // ranks) * (ranks - 1) for ranks in nodes)
         return cut.size / cut.traffic.group_size * most * width / (width - 1)
 
     def moves(self, place: TwoLevel, tag: int, chunk: int) -> Moves:
@@ -173,7 +153,8 @@ class Sort(ExchangeLeg):
             return Moves()
         sends, receives, copies = [], [], []
         for j, peer in enumerate(place.here):
-            sources = [place.source(member) for member in (peer, *place.relayed[j])]
+            members = (peer, *place.relayed[j])
+            sources = [Region(Buffer.INPUT, place.sources[k], place.sources[k + 1]) for k in members]
             targets = [place.target(peer), *(place.held(nth, j, j + 1) for nth in range(len(place.relayed[place.i])))]
             if j == place.i:
                 copies += [Copy(*pair) for pair in zip(sources, targets, strict=True)]

@@ -16,6 +16,7 @@ plan's fastest time, the largest over ranks.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -228,15 +229,12 @@ def contenders(traffic: Traffic, wire: Wire, connections: Sequence[int] | None =
     direct = [Contender(Strategy.DIRECT, connections=count) for count in counts]
     if not wire.is_native:
         direct = [direct[0], *(replace(each, chunks=_CODED_CHUNKS) for each in direct)]
-    return direct + [replace(each, connections=counts[0]) for each in _OTHERS if _applies(each, traffic, wire)]
-
-
-def _applies(contender: Contender, traffic: Traffic, wire: Wire) -> bool:
-    try:
-        contender.plan(traffic, wire)
-    except PlanError:
-        return False
-    return True
+    contending = direct
+    for each in _OTHERS:
+        with contextlib.suppress(PlanError):  # it does not apply
+            each.plan(traffic, wire)
+            contending.append(replace(each, connections=counts[0]))
+    return contending
 
 
 class Contest:

@@ -101,14 +101,11 @@ class Departures:
             self._recent.append((value - usual.value, usual.is_known))
         # Calls that have departed teach nothing: what is usual would become what it changed to, unseen.
         if not usual.is_known and self._departed() is None:
-            self._learn(usual, value)
-
-    def _learn(self, usual: _Usual, value: float) -> None:
-        usual.learn(value)
-        if usual.is_known:
-            self._before.extend(usual.departures())
-            if self._believes_profile and usual.value is not None and abs(usual.value) > _STALE:
-                self._stale = usual.value
+            usual.learn(value)
+            if usual.is_known:
+                self._before.extend(usual.departures())
+                if self._believes_profile and usual.value is not None and abs(usual.value) > _STALE:
+                    self._stale = usual.value
 
     @property
     def is_of_prices(self) -> bool:

@@ -7,7 +7,7 @@ many. A forecast is a mean of what was, weighted towards the end: nothing that w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.placement.expert_placement import Array
@@ -35,6 +35,9 @@ class ExpertLoads:
     top_k: int
     stride: int = 1
     source: str = ""
+    num_steps: int = field(init=False)
+    num_layers: int = field(init=False)
+    num_experts: int = field(init=False)
 
     def __post_init__(self) -> None:
         import numpy as np
@@ -54,18 +57,8 @@ class ExpertLoads:
                 f"and {self.stride}"
             )
         object.__setattr__(self, "counts", counts.astype(np.int64))
-
-    @property
-    def num_steps(self) -> int:
-        return int(self.counts.shape[0])
-
-    @property
-    def num_layers(self) -> int:
-        return int(self.counts.shape[1])
-
-    @property
-    def num_experts(self) -> int:
-        return int(self.counts.shape[2])
+        for name, number in zip(("num_steps", "num_layers", "num_experts"), counts.shape, strict=True):
+            object.__setattr__(self, name, number)
 
     def between(self, first: int, last: int) -> ExpertLoads:
         """Cut the steps ``first`` to ``last`` out, the latter not included. Raises UsageError where there are none."""

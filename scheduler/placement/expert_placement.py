@@ -6,7 +6,7 @@ expert, padded with −1; ``logcnt``, how many those are. Slots are numbered ran
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -36,12 +36,24 @@ class ExpertPlacement:
     replicas is left over. ``owners`` [experts]: the rank that shall be an expert's home, where it holds the expert;
     else, and where nobody is named, the first rank that does. The home is the copy of which there are others.
 
+    Attributes:
+        num_ranks: how many ranks there are.
+        phy2log: the expert of each slot, [slots of all ranks].
+        logcnt: the number of copies of each expert, [experts].
+        held: the expert and the rank of every copy.
+        copies: how often each expert lies on each rank, [experts, ranks].
+
     Raises UsageError: an expert that lies nowhere, or twice on one rank.
     """
 
     slots: Array
     num_experts: int
     owners: Array = None
+    num_ranks: int = field(init=False)
+    phy2log: Array = field(init=False)
+    logcnt: Array = field(init=False)
+    held: tuple[Array, Array] = field(init=False)
+    copies: Array = field(init=False)
 
     def __post_init__(self) -> None:
         import numpy as np
@@ -52,7 +64,20 @@ class ExpertPlacement:
                 f"a placement of {self.num_experts} experts: expected slots [ranks, slots] with −1 or an expert, "
                 f"got {slots.tolist()!r:.200}"
             )
-        object.__setattr__(self, "slots", slots)
+        num_ranks, flat = len(slots), slots.reshape(-1)
+        ranks, columns = np.nonzero(slots >= 0)
+        held = slots[ranks, columns], ranks
+        copies = np.bincount(held[0] * num_ranks + ranks, minlength=self.num_experts * num_ranks)
+        computed = {
+            "slots": slots,
+            "num_ranks": num_ranks,
+            "phy2log": flat,
+            "logcnt": np.bincount(held[0], minlength=self.num_experts),
+            "held": held,
+            "copies": copies.reshape(self.num_experts, num_ranks),
+        }
+        for name, value in computed.items():
+            object.__setattr__(self, name, value)
         if (missing := np.flatnonzero(self.logcnt == 0)).size:
             raise UsageError(f"a placement: expected every expert on some rank, got none for {missing[:8].tolist()}")
         if self.copies.max() > 1:
@@ -75,23 +100,6 @@ class ExpertPlacement:
             slots[rank, : len(part)] = part
         return cls(slots, num_experts)
 
-    @property
-    def num_ranks(self) -> int:
-        return int(self.slots.shape[0])
-
-    @property
-    def phy2log(self) -> Array:
-        """The expert of each slot, [slots of all ranks]."""
-        flat: Array = self.slots.reshape(-1)
-        return flat
-
-    @cached_property
-    def logcnt(self) -> Array:
-        """The number of copies of each expert, [experts]."""
-        import numpy as np
-
-        return np.bincount(self.phy2log[self.phy2log >= 0], minlength=self.num_experts)
-
     @cached_property
     def log2phy(self) -> Array:
         """The slots of each expert, home first, padded with −1, [experts, most copies]."""
@@ -104,15 +112,6 @@ class ExpertPlacement:
         first = np.concatenate([[0], np.cumsum(self.logcnt)[:-1]])
         slots_of[experts, np.arange(len(held)) - first[experts]] = held
         return slots_of
-
-    @cached_property
-    def copies(self) -> Array:
-        """How often each expert lies on each rank, [experts, ranks]."""
-        import numpy as np
-
-        experts, ranks = self.held
-        flat = np.bincount(experts * self.num_ranks + ranks, minlength=self.num_experts * self.num_ranks)
-        return flat.reshape(self.num_experts, self.num_ranks)
 
     @cached_property
     def homes(self) -> Array:
@@ -185,11 +184,3 @@ class ExpertPlacement:
             near = (other.copies[experts] > 0) & (node_of[None] == node_of[targets][:, None])
             sources = np.where(near.any(1), near.argmax(1), sources)
         return experts, sources, targets, self.homes[experts] != targets
-
-    @cached_property
-    def held(self) -> tuple[Array, Array]:
-        """The expert and the rank of every copy."""
-        import numpy as np
-
-        ranks, slots = np.nonzero(self.slots >= 0)
-        return self.slots[ranks, slots], ranks

@@ -78,22 +78,16 @@ def llep_spilled(counts: Array, placement: ExpertPlacement, rule: LlepRule | Non
         rest -= min(rest, max(limit - others, 0))
         busy[home] = others + int(rows[expert]) - rest
         while rest and placement.num_ranks > 1:
-            target, moved = _taker(busy, home, rest, limit, rule.least_rows)
+            order = [rank for rank in np.argsort(busy, kind="stable").tolist() if rank != home]
+            target, moved = order[0], rest
+            for rank in order:
+                has_room = min(rest, limit - int(busy[rank]))
+                if has_room > 0 and (has_room >= rule.least_rows or has_room == rest):
+                    target, moved = rank, has_room
+                    break
             busy[target] += moved
             rest -= moved
             by_target[expert, target] = by_target.get((expert, target), 0) + moved
     return tuple(
         (expert, int(homes[expert]), target, moved / int(rows[expert])) for (expert, target), moved in by_target.items()
     )
-
-
-def _taker(busy: Array, home: int, left: int, limit: int, least_rows: int) -> tuple[int, int]:
-    """The rank that takes the next rows of an expert, of which ``left`` are left, and how many."""
-    import numpy as np
-
-    order = [rank for rank in np.argsort(busy, kind="stable").tolist() if rank != home]
-    for rank in order:
-        moved = min(left, limit - int(busy[rank]))
-        if moved > 0 and (moved >= least_rows or moved == left):
-            return rank, moved
-    return order[0], left
