@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from commlayer.scheduler.encoded_moves import EncodedPlace, ExchangePlace
 from commlayer.scheduler.group_legs import SHARE, SUM_NODE, SUM_NODES, Cross, SpreadSlices
-from commlayer.scheduler.group_moves import Piece
+from commlayer.scheduler.group_moves import exchanged
 from commlayer.scheduler.legs import AHEAD, LATE, CodedLeg, ExchangeLeg, LegOrder, LocalLeg
 from commlayer.scheduler.moves import Buffer, Copy, Decode, Encode, Message, Moves, Reduction, filled
 from commlayer.scheduler.plan import Cut, Op, Span
@@ -32,15 +32,11 @@ class _Send(ExchangeLeg):
 # Sums on one level
 
 
-def _blocks(place: EncodedPlace, i: int, chunk: int) -> list[Piece]:
-    return place.pieces(0, i, chunk)
-
-
 class EncodeBlocks(CodedLeg):
     """Everyone's block of this rank's input, its own too."""
 
     def moves(self, place: EncodedPlace, tag: int, chunk: int) -> Moves:
-        pieces = [piece for i in range(len(place.here)) for piece in _blocks(place, i, chunk)]
+        pieces = [piece for i in range(len(place.here)) for piece in place.pieces(0, i, chunk)]
         return Moves(encodes=tuple(Encode(place.layout.region(self.source, p), place.outgoing(0, p)) for p in pieces))
 
 
@@ -48,10 +44,11 @@ class SendBlocks(_Send):
     """Everyone's block goes to its owner."""
 
     def moves(self, place: EncodedPlace, tag: int, chunk: int) -> Moves:
-        return place.inside(
+        mine = place.pieces(0, place.i, chunk)
+        return exchanged(
             tag,
-            lambda i: [place.outgoing(0, p) for p in _blocks(place, i, chunk)],
-            lambda i: [place.crossed(i, p) for p in _blocks(place, place.i, chunk)],
+            ((k, place.outgoing(0, p)) for i, k in place.others for p in place.pieces(0, i, chunk)),
+            ((k, place.crossed(i, p)) for i, k in place.others for p in mine),
         )
 
 
@@ -60,7 +57,7 @@ class DecodeBlocks(CodedLeg):
 
     def moves(self, place: EncodedPlace, tag: int, chunk: int) -> Moves:
         sums = []
-        for piece in _blocks(place, place.i, chunk):
+        for piece in place.pieces(0, place.i, chunk):
             own = place.outgoing(0, piece)
             sources = (own if i == place.i else place.crossed(i, piece) for i in range(len(place.here)))
             sums.append(Reduction(tuple(sources), place.output(piece)))
@@ -116,7 +113,7 @@ class EncodeOwn(CodedLeg):
         own = place.own(chunk)
         sent = [piece for b in place.away for _, piece in place.mine(b, chunk)]
         pieces = {(piece.start, piece.stop): piece for piece in (*own, *sent)}.values()
-        encodes = tuple(Encode(place.owned(self.source, piece), place.gathered(piece)) for piece in pieces)
+        encodes = tuple(Encode(place.output(piece, self.source), place.gathered(piece)) for piece in pieces)
         return Moves(encodes=encodes, decodes=tuple(Decode(place.gathered(p), place.output(p)) for p in own))
 
 
@@ -127,10 +124,10 @@ class CodedRails(ExchangeLeg):
         return cut.over_rails(cut.size / cut.chunks) * cut.ratio
 
     def moves(self, place: EncodedPlace, tag: int, chunk: int) -> Moves:
-        return place.across(
+        return exchanged(
             tag,
-            lambda b: [(peer, place.gathered(p)) for peer, p in place.mine(b, chunk)],
-            lambda b: [(p.owner, place.coming(p)) for p in place.pieces(b, place.i, chunk)],
+            ((k, place.gathered(p)) for b in place.away for k, p in place.mine(b, chunk)),
+            ((p.owner, place.coming(p)) for b in place.away for p in place.pieces(b, place.i, chunk)),
         )
 
 
@@ -151,7 +148,11 @@ class SendToAll(_Send):
 
     def moves(self, place: EncodedPlace, tag: int, chunk: int) -> Moves:
         mine = [place.gathered(piece) for piece in place.own(chunk)]
-        return place.inside(tag, lambda i: mine, lambda i: [place.coming(p) for p in _blocks(place, i, chunk)])
+        return exchanged(
+            tag,
+            ((k, region) for _, k in place.others for region in mine),
+            ((k, place.coming(p)) for i, k in place.others for p in place.pieces(0, i, chunk)),
+        )
 
 
 class DecodeAll(CodedLeg):
@@ -162,7 +163,7 @@ class DecodeAll(CodedLeg):
         return cut.size / cut.chunks * (n - 1) / n
 
     def moves(self, place: EncodedPlace, tag: int, chunk: int) -> Moves:
-        pieces = [piece for i in place.others_here() for piece in _blocks(place, i, chunk)]
+        pieces = [piece for i, _ in place.others for piece in place.pieces(0, i, chunk)]
         return Moves(decodes=tuple(Decode(place.coming(p), place.output(p)) for p in pieces))
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from commlayer.scheduler.group_moves import GroupPlace, Piece
+from commlayer.scheduler.group_moves import GroupPlace, Piece, exchanged
 from commlayer.scheduler.legs import AHEAD, LATE, ExchangeLeg, LegOrder, LocalLeg
 from commlayer.scheduler.moves import Buffer, Copy, Moves, Reduction, Region
 from commlayer.scheduler.plan import Cut, Op, Span
@@ -39,10 +39,11 @@ class Share(ExchangeLeg):
 
     def moves(self, place: GroupPlace, tag: int, chunk: int) -> Moves:
         mine = place.handled(place.i, chunk)
-        return place.inside(
+        region = place.layout.region
+        return exchanged(
             tag,
-            lambda i: [place.layout.region(Buffer.INPUT, piece) for _, piece in place.handled(i, chunk)],
-            lambda i: [place.arrival(i, b, piece) for b, piece in mine],
+            ((k, region(Buffer.INPUT, piece)) for i, k in place.others for _, piece in place.handled(i, chunk)),
+            ((k, place.arrival(i, b, piece)) for i, k in place.others for b, piece in mine),
         )
 
 
@@ -80,10 +81,10 @@ class Cross(ExchangeLeg):
 
     def moves(self, place: GroupPlace, tag: int, chunk: int) -> Moves:
         parts = place.plan.pieces
-        return place.across(
+        return exchanged(
             tag,
-            lambda b: [(p.owner, place.outgoing(b, p)) for p in place.pieces(b, place.i, chunk, parts)],
-            lambda b: [(peer, place.crossed(b, p)) for peer, p in place.mine(b, chunk, parts)],
+            ((p.owner, place.outgoing(b, p)) for b in place.away for p in place.pieces(b, place.i, chunk, parts)),
+            ((k, place.crossed(b, p)) for b in place.away for k, p in place.mine(b, chunk, parts)),
         )
 
 
@@ -115,12 +116,11 @@ class Rails(ExchangeLeg):
 
     def moves(self, place: GroupPlace, tag: int, chunk: int) -> Moves:
         parts = place.plan.pieces
-        return place.across(
+        handled = (p for b in place.away for p in place.pieces(b, place.i, chunk, parts))
+        return exchanged(
             tag,
-            lambda b: [(peer, place.owned(self.source, p)) for peer, p in place.mine(b, chunk, parts)],
-            lambda b: [
-                (p.owner, place.layout.region(Buffer.OUTPUT, p)) for p in place.pieces(b, place.i, chunk, parts)
-            ],
+            ((k, place.output(p, self.source)) for b in place.away for k, p in place.mine(b, chunk, parts)),
+            ((p.owner, place.layout.region(Buffer.OUTPUT, p)) for p in handled),
         )
 
 
@@ -135,8 +135,10 @@ class SpreadSlices(ExchangeLeg):
 
     def moves(self, place: GroupPlace, tag: int, chunk: int) -> Moves:
         mine = [place.output(piece) for _, piece in place.handled(place.i, chunk)]
-        return place.inside(
-            tag, lambda i: mine, lambda i: [place.output(piece) for _, piece in place.handled(i, chunk)]
+        return exchanged(
+            tag,
+            ((k, region) for _, k in place.others for region in mine),
+            ((k, place.output(piece)) for i, k in place.others for _, piece in place.handled(i, chunk)),
         )
 
 

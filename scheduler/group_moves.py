@@ -18,7 +18,8 @@ scales.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -36,6 +37,7 @@ __all__ = [
     "Piece",
     "RingPlace",
     "even_blocks",
+    "exchanged",
     "group_moves",
     "moves_of_call",
     "owned_blocks",
@@ -44,8 +46,6 @@ __all__ = [
 Nodes = tuple[tuple[int, ...], ...]
 _PARTS = 1 << 20
 """The finest part of a tensor that a rank may own, of the whole."""
-_Regions = Callable[[int], list[Region]]
-_Addressed = Callable[[int], list[tuple[int, Region]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,10 +200,23 @@ class Layout:
         return Region(buffer, base + piece.start, base + piece.stop)
 
 
+def exchanged(tag: int, sent: Iterable[tuple[int, Region]], received: Iterable[tuple[int, Region]]) -> Moves:
+    """Messages to, and from, other ranks of a group, by their rank; several between two ranks are numbered in their order."""
+    sides: list[tuple[Message, ...]] = []
+    for addressed in (sent, received):
+        numbers, messages = Counter[int](), []
+        for peer, region in addressed:
+            messages.append(Message(peer, tag + numbers[peer], region))
+            numbers[peer] += 1
+        sides.append(tuple(messages))
+    return Moves(*sides)
+
+
 class GroupPlace:
     """Where a rank stands in an all_gather, reduce_scatter or all_reduce, and where what passes it lies in its buffers.
 
-    ``here``: the ranks of its node, of which it is number ``i``; ``a``: its node; ``away``: the others.
+    ``here``: the ranks of its node, of which it is number ``i``; ``others``: number and rank of the others of these, each rank
+    beginning with another one; ``a``: its node; ``away``: the other nodes.
     """
 
     def __init__(self, plan: Plan, group: Group, align: int = ALIGN) -> None:
@@ -213,34 +226,14 @@ class GroupPlace:
         self.a = next(a for a, members in enumerate(nodes) if group.rank in members)
         self.here = nodes[self.a]
         self.i = self.here.index(group.rank)
+        width = len(self.here)
+        self.others = [((self.i + d) % width, self.here[(self.i + d) % width]) for d in range(1, width)]
         self.away = [(self.a + d) % len(nodes) for d in range(1, len(nodes))]  # near ones first: no hot receiver
         is_summed = plan.traffic.collective != "all_gather"
         # Staging: from each local peer its share of my slices (of all nodes), then from each other node my block.
         self.slices = [0, *accumulate(self.layout.slice_bytes(b, self.a, self.i) for b in range(len(nodes)))]
         self.arrivals = (len(self.here) - 1) * self.slices[-1] if is_summed else 0
         self.staging_bytes = self.arrivals + (len(self.away) * group.blocks[group.rank] if is_summed else 0)
-
-    def inside(self, tag: int, sent: _Regions, received: _Regions) -> Moves:
-        """Messages to, and from, each other rank i of this node: the regions of ``sent(i)``, of ``received(i)``."""
-        sends: list[Message] = []
-        receives: list[Message] = []
-        for i in self.others_here():
-            sends += (Message(self.here[i], tag + nth, region) for nth, region in enumerate(sent(i)))
-            receives += (Message(self.here[i], tag + nth, region) for nth, region in enumerate(received(i)))
-        return Moves(tuple(sends), tuple(receives))
-
-    def across(self, tag: int, sent: _Addressed, received: _Addressed) -> Moves:
-        """Messages to, and from, ranks of each other node b: by their rank, the regions of ``sent(b)``, of ``received(b)``."""
-        sends: list[Message] = []
-        receives: list[Message] = []
-        for b in self.away:
-            sends += (Message(peer, tag, region) for peer, region in sent(b))
-            receives += (Message(peer, tag, region) for peer, region in received(b))
-        return Moves(tuple(sends), tuple(receives))
-
-    def others_here(self) -> list[int]:
-        """The places of the other ranks of this node, each rank beginning with another one."""
-        return [(self.i + d) % len(self.here) for d in range(1, len(self.here))]
 
     def pieces(self, b: int, i: int, chunk: int, parts: int = 1) -> list[Piece]:
         """The pieces of node b's data that rank i of this node handles; of a chunk that is cut into ``parts``, ``chunk`` counts
@@ -264,15 +257,12 @@ class GroupPlace:
         """The pieces of this rank's block in a chunk, as this node cuts it and this rank handles it."""
         return [piece for piece in self.pieces(self.a, self.i, chunk) if piece.owner == self.rank]
 
-    def output(self, piece: Piece) -> Region:
-        """A piece in the output, which for a reduce_scatter is this rank's block alone."""
-        if self.plan.traffic.collective == "reduce_scatter":
-            return Region(Buffer.OUTPUT, piece.start, piece.stop)
-        return self.layout.region(Buffer.OUTPUT, piece)
-
-    def owned(self, buffer: Buffer, piece: Piece) -> Region:
-        """A piece of this rank's block in the input of an all_gather, which is that block alone; or in the output."""
-        return Region(buffer, piece.start, piece.stop) if buffer is Buffer.INPUT else self.output(piece)
+    def output(self, piece: Piece, buffer: Buffer = Buffer.OUTPUT) -> Region:
+        """A piece in the output, which for a reduce_scatter is this rank's block alone; or in the input of an all_gather, which
+        is that block too."""
+        if buffer is Buffer.INPUT or self.plan.traffic.collective == "reduce_scatter":
+            return Region(buffer, piece.start, piece.stop)
+        return self.layout.region(buffer, piece)
 
     def arrival(self, place: int, b: int, piece: Piece) -> Region:
         """Where the share of local rank ``place`` of my slice of node b lies in staging."""

@@ -101,7 +101,7 @@ class BlockHop(RingHop):
         whole = place.layout.region
         return Moves(
             tuple(
-                Message(peer, tag + nth, whole(Buffer.OUTPUT, piece) if self.hop else place.owned(self.source, piece))
+                Message(peer, tag + nth, whole(Buffer.OUTPUT, piece) if self.hop else place.output(piece, self.source))
                 for peer, nth, piece in sent
             ),
             tuple(Message(peer, tag + nth, whole(Buffer.OUTPUT, piece)) for peer, nth, piece in received),
