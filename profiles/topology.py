@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import TopologyError
@@ -61,23 +62,17 @@ class Topology:
         """
         compact = text.strip()
         if match := re.fullmatch(r"(\d{1,7})[xX](\d{1,7})", compact, re.ASCII):
-            num_nodes, num_ranks = int(match[1]), int(match[2])
-            _check_size(text, num_nodes * num_ranks)
-            return cls._of_sizes([num_ranks] * num_nodes)
-        if re.fullmatch(r"\d{1,7}(\+\d{1,7})+", compact, re.ASCII):
+            sizes = [int(match[2])] * int(match[1])
+        elif re.fullmatch(r"\d{1,7}(\+\d{1,7})+", compact, re.ASCII):
             sizes = [int(size) for size in compact.split("+")]
-            _check_size(text, sum(sizes) if all(sizes) else 0)
-            return cls._of_sizes(sizes)
-        raise TopologyError(f"topology: {_EXPECTED}, got {text!r}")
-
-    @classmethod
-    def _of_sizes(cls, sizes: Iterable[int]) -> Topology:
-        nodes: list[tuple[int, ...]] = []
-        first = 0
-        for size in sizes:
-            nodes.append(tuple(range(first, first + size)))
-            first += size
-        return cls(tuple(nodes))
+        else:
+            raise TopologyError(f"topology: {_EXPECTED}, got {text!r}")
+        if not sizes or not all(sizes) or sum(sizes) > _MAX_RANKS:
+            raise TopologyError(
+                f"topology: {_EXPECTED}, with 1 rank or more on every node and at most {_MAX_RANKS} together, got {text!r}"
+            )
+        edges = accumulate(sizes, initial=0)
+        return cls(tuple(tuple(range(first, behind)) for first, behind in pairwise(edges)))
 
     @classmethod
     def from_identities(cls, identities: Sequence[str]) -> Topology:
@@ -166,11 +161,17 @@ class Topology:
         """Several lines for people: the shape, then each node with its ranks (as ranges)."""
         uneven = "" if self.is_uniform else ", uneven"
         head = f"{self.shape}: {counted(self.world_size, 'rank')} on {counted(self.num_nodes, 'node')}{uneven}"
-        lines = [
-            f"  {self._name(node)}: {counted(len(ranks), 'rank')} ({_ranges(ranks)})"
-            for node, ranks in enumerate(self.nodes)
-        ]
-        return "\n".join([head, *lines])
+        lines = [head]
+        for node, ranks in enumerate(self.nodes):
+            runs: list[list[int]] = []
+            for rank in ranks:
+                if runs and rank == runs[-1][1] + 1:
+                    runs[-1][1] = rank
+                else:
+                    runs.append([rank, rank])
+            ranges = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+            lines.append(f"  {self._name(node)}: {counted(len(ranks), 'rank')} ({ranges})")
+        return "\n".join(lines)
 
     def _name(self, node: int) -> str:
         return f"node {node} ({self.hostnames[node]})" if self.hostnames else f"node {node}"
@@ -179,21 +180,3 @@ class Topology:
 def shape_text(sizes: Sequence[int]) -> str:
     """Write numbers of ranks, one for each node, as "2x4" when all are alike, else as "3+4"."""
     return f"{len(sizes)}x{sizes[0]}" if len(set(sizes)) == 1 else "+".join(map(str, sizes))
-
-
-def _check_size(text: str, num_ranks: int) -> None:
-    if not 0 < num_ranks <= _MAX_RANKS:
-        raise TopologyError(
-            f"topology: {_EXPECTED}, with 1 rank or more on every node and at most {_MAX_RANKS} together, got {text!r}"
-        )
-
-
-def _ranges(ranks: Sequence[int]) -> str:
-    """Write (0, 1, 2, 5) as "0-2, 5"."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

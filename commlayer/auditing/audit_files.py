@@ -210,22 +210,17 @@ def _read(path: Path) -> RankAudit:
         raise UsageError(f"{where}: cannot read the audit: {error.strerror or error}") from error
     try:
         content = parse_object(data, where, "commlayer audit")
-        _check_head(content, where)
+        for name, expected in (("format", AUDIT_FORMAT), ("version", AUDIT_VERSION)):
+            value = content.get(name)
+            if value != expected or isinstance(value, bool):
+                got = f"got {shortened(repr(value))}" if name in content else "but it is missing"
+                remedy = (
+                    "this is not a rank's audit" if name == "format" else "read it with the commlayer that wrote it"
+                )
+                raise UsageError(f"{where}: field {name}: expected {expected!r}, {got}: {remedy}")
         return convert(content, RankAudit, where, {})
     except ProfileError as error:  # of its field
         raise UsageError(str(error)) from error
-
-
-def _check_head(content: dict[str, object], where: str) -> None:
-    file_format, version = content.get("format"), content.get("version")
-    if file_format != AUDIT_FORMAT:
-        got = f"got {shortened(repr(file_format))}" if "format" in content else "but it is missing"
-        raise UsageError(f"{where}: field format: expected {AUDIT_FORMAT!r}, {got}: this is not a rank's audit")
-    if version != AUDIT_VERSION or isinstance(version, bool):
-        got = f"got {shortened(repr(version))}" if "version" in content else "but it is missing"
-        raise UsageError(
-            f"{where}: field version: expected {AUDIT_VERSION}, {got}: read it with the commlayer that wrote it"
-        )
 
 
 _FILES = JobFiles(

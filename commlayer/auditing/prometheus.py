@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from commlayer.auditing.audit_files import AuditedCalls, AuditedGroup, RankAudit
+from commlayer.auditing.audit_files import AuditedGroup, RankAudit
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import bus_factor
 from commlayer.profiles.printable import printable
@@ -106,7 +106,13 @@ def prometheus_text(audits: Sequence[RankAudit]) -> str:
                     ("message_size", size_range),
                     ("algo_proto", calls.plan),
                 )
-                _add_calls(samples, labels, calls)
+                samples.add("commlayer_calls_total", labels, calls.calls)
+                samples.add("commlayer_promised_seconds_total", labels, calls.promised_us / 1e6)
+                samples.add("commlayer_measured_seconds_total", labels, calls.measured_us / 1e6)
+                samples.add("commlayer_logical_bytes_total", labels, calls.logical_bytes)
+                if calls.wire_bytes is not None:
+                    samples.add("commlayer_wire_bytes_total", (*labels, ("link", "inter")), calls.wire_bytes.inter)
+                    samples.add("commlayer_wire_bytes_total", (*labels, ("link", "intra")), calls.wire_bytes.intra)
                 row = totals.setdefault(labels, [0.0, 0.0, 0.0])
                 row[0] += calls.calls
                 row[1] += calls.measured_us
@@ -121,16 +127,6 @@ def prometheus_text(audits: Sequence[RankAudit]) -> str:
         if time_us and moved_bytes >= 0:
             samples.put(_BUS_BANDWIDTH, labels, moved_bytes / time_us / 1e3)
     return "\n".join(samples.lines()) + "\n"
-
-
-def _add_calls(samples: _Samples, labels: _Labels, calls: AuditedCalls) -> None:
-    samples.add("commlayer_calls_total", labels, calls.calls)
-    samples.add("commlayer_promised_seconds_total", labels, calls.promised_us / 1e6)
-    samples.add("commlayer_measured_seconds_total", labels, calls.measured_us / 1e6)
-    samples.add("commlayer_logical_bytes_total", labels, calls.logical_bytes)
-    if calls.wire_bytes is not None:
-        samples.add("commlayer_wire_bytes_total", (*labels, ("link", "inter")), calls.wire_bytes.inter)
-        samples.add("commlayer_wire_bytes_total", (*labels, ("link", "intra")), calls.wire_bytes.intra)
 
 
 def _add_first(samples: _Samples, labels: _Labels, group: AuditedGroup) -> None:

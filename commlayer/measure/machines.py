@@ -43,7 +43,14 @@ def describe_machine(settings: Settings) -> Machine:
     """This rank's machine. Raises nothing: whatever cannot be found is said to be unknown."""
     name = _interface()
     interface = _UNKNOWN if name is None else _described(name)
-    return Machine(interface, _processor(), os.cpu_count() or 0, wants_shared_memory(settings))
+    processor = platform.machine()
+    with contextlib.suppress(OSError):  # the model, of which not every architecture tells the name
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() in ("model name", "cpu model", "CPU part"):
+                processor += f" {value.strip()}"
+                break
+    return Machine(interface, processor, os.cpu_count() or 0, wants_shared_memory(settings))
 
 
 def _interface() -> str | None:
@@ -96,13 +103,3 @@ def _speed(name: str) -> str:
     low, high = struct.unpack_from("H", answer, 12)[0], struct.unpack_from("H", answer, 28)[0]
     speed = high << 16 | low
     return _UNKNOWN if speed in _UNKNOWN_SPEED else str(speed)
-
-
-def _processor() -> str:
-    """The model of the processor, of which not every architecture tells the name."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() in ("model name", "cpu model", "CPU part"):
-                return f"{platform.machine()} {value.strip()}"
-    return platform.machine()
