@@ -670,7 +670,7 @@ def test_command_runs_a_program_as_every_rank(
 def test_ranks_and_programs_are_batch_jobs_but_where_an_accelerators_timers_count(
     emulated_cluster: ClusterFactory, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A rank that wakes up does not push aside one that sends: `forked_ranks._share_cores`."""
+    """A rank that wakes up does not push aside one that sends: `forked_ranks._set_up`."""
     if os.sched_getscheduler(0) != os.SCHED_OTHER:
         pytest.skip("these tests have a scheduling policy of their own, which ranks keep")
 
