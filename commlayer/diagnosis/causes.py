@@ -18,7 +18,7 @@ import msgspec
 from commlayer.calls.group_life import LIFE_KEY
 from commlayer.calls.ring import MESSAGES
 from commlayer.diagnosis.call_logs import NO_THREAD, CallLog, RankLog
-from commlayer.diagnosis.diagnosis_words import call_words, ranks_words, short_call
+from commlayer.diagnosis.diagnosis_words import call_words, ranks_words, short_call, waits_words
 from commlayer.diagnosis.findings import (
     Cause,
     Cycle,
@@ -29,7 +29,9 @@ from commlayer.diagnosis.findings import (
     Missing,
     NamedCall,
     Waiter,
+    lesser,
 )
+from commlayer.diagnosis.graph import GroupRecord, View, groups_of
 from commlayer.diagnosis.matching import shared_signature
 
 __all__ = ["with_cause"]
@@ -42,7 +44,6 @@ of any size."""
 _ENOUGH_ALIKE = 16
 """The number of calls that two ranks make from the same places, after which it is likely that they
 have made equally many before."""
-_CERTAINTIES = ("unknown", "likely", "proven")
 _Calls = Mapping[int, CallLog]
 """Calls of a rank in one group, by number."""
 
@@ -66,20 +67,24 @@ def with_cause(
     """
     if not diagnosis.has_found and not (diagnosis.is_timeout and diagnosis.under_way):
         return diagnosis
-    groups = _groups(logs)
+    groups = list(groups_of(map(View, logs)).values())
+    for group in groups:
+        if group.key.endswith(LIFE_KEY):  # ranks make groups from different places
+            group.calls = {rank: {} for rank in group.calls}
     shift = _first_shift(groups)
     cause = shift or _cause(diagnosis, logs, groups, circles_are, knows_members=knows_members)
     if cause is not None:
-        cause = msgspec.structs.replace(cause, certainty=_lesser(cause.certainty, at_most))
+        cause = msgspec.structs.replace(cause, certainty=lesser(cause.certainty, at_most))
     return msgspec.structs.replace(diagnosis, cause=cause, groups=tuple(_last_calls(groups)))
 
 
-def _lesser(*certainties: str) -> str:
-    return min(certainties, key=_CERTAINTIES.index)
-
-
 def _cause(
-    diagnosis: Diagnosis, logs: Sequence[RankLog], groups: Sequence[_Group], circles_are: str, *, knows_members: bool
+    diagnosis: Diagnosis,
+    logs: Sequence[RankLog],
+    groups: Sequence[GroupRecord],
+    circles_are: str,
+    *,
+    knows_members: bool,
 ) -> Cause | None:
     for finding in diagnosis.findings:
         if isinstance(finding, Mismatch):
@@ -88,82 +93,32 @@ def _cause(
         if isinstance(finding, Cycle):
             return _order(finding, circles_are)
     missing = [each for each in diagnosis.findings if isinstance(each, Missing)]
+    waits = diagnosis.waits
+    idle = sorted(log.rank for log in logs if not log.waits and all(each.issued == each.done for each in log.groups))
+    if idle:  # of a rank of which nothing is seen it cannot be told whether it waits too
+        doubt = f"it may wait for {ranks_words(idle)}, which {'is' if len(idle) == 1 else 'are'} seen in no call"
+        waits = tuple(
+            each.doubted(doubt, "unknown") if each.why == "silent" and each.at is None else each for each in waits
+        )
     for why in ("late", "silent"):  # a rank that is seen in no call, before one of which nothing is seen
-        missing = missing or [each for each in _doubted_by_idle(diagnosis.waits, logs) if each.why == why]
+        missing = missing or [each for each in waits if each.why == why]
     if missing:
         return _absent(missing, groups)
     stalled = _stalled(diagnosis, groups, knows_members=knows_members)
     return stalled or (_absent(diagnosis.waits, groups) if diagnosis.waits else None)
 
 
-def _doubted_by_idle(waits: Sequence[Missing], logs: Sequence[RankLog]) -> list[Missing]:
-    """The waits. Of a rank of which nothing is seen it cannot be told whether it waits too, where a rank is in no call."""
-    idle = sorted(log.rank for log in logs if not log.waits and all(each.issued == each.done for each in log.groups))
-    if not idle:
-        return list(waits)
-    doubt = f"it may wait for {ranks_words(idle)}, which {'is' if len(idle) == 1 else 'are'} seen in no call"
-    return [
-        msgspec.structs.replace(each, doubt="; ".join(filter(None, (each.doubt, doubt))), certainty="unknown")
-        if each.why == "silent" and each.at is None
-        else each
-        for each in waits
-    ]
-
-
 # Calls that a rank has left out, or made too many
 
 
-class _Group(msgspec.Struct, kw_only=True):
-    """A group in all logs: ``calls`` of each rank, and how many it has ``made`` and ``done``;
-    ``assumed``: the ranks of which these numbers are taken for granted."""
-
-    name: str
-    ranks: tuple[int, ...]
-    calls: dict[int, dict[int, CallLog]]
-    made: dict[int, int]
-    done: dict[int, int]
-    assumed: set[int] = set()
-
-
-def _groups(logs: Sequence[RankLog]) -> list[_Group]:
-    groups: dict[str, _Group] = {}
-    for log in logs:
-        own = []
-        for each in log.groups:
-            group = groups.get(each.key)
-            if group is None:
-                group = _Group(name=str(each), ranks=each.ranks, calls={}, made={}, done={})
-                groups[each.key] = group
-            group.made[log.rank], group.done[log.rank] = each.issued, each.done
-            group.assumed |= {log.rank} if each.is_assumed else set()
-            own.append(group.calls.setdefault(log.rank, {}))
-        for call in log.calls:
-            if not call.is_message and not log.groups[call.group].key.endswith(LIFE_KEY):
-                own[call.group][call.number] = call
-    return list(groups.values())
-
-
-def _first_shift(groups: Iterable[_Group]) -> Cause | None:
+def _first_shift(groups: Iterable[GroupRecord]) -> Cause | None:
     """The first group in which one rank's calls are the others' with one left out, or one more."""
     for group in groups:
         calls = {rank: each for rank, each in group.calls.items() if each}
-        if len(calls) < 2:
-            continue
         number, odd = _first_unlike(calls)
-        if len(odd) != 1:
-            continue
-        others = [each for each in calls if each != odd[0] and number in calls[each]]
-        other, is_pair = others[0], len(others) == 1  # which one of two is at fault is not seen
-        if _is_by_threads(calls[odd[0]], calls[other], number):
-            return _threads(group, odd[0], other, number, is_pair=is_pair)
-        pairs = [(odd[0], other), (other, odd[0])]
-        pairs = [pair for pair in pairs[: 2 if is_pair else 1] if _is_known(calls[pair[0]], calls[pair[1]], number)]
-        if pairs and all(_has_gone_on(calls[rank], number) for rank in pairs[0]):
-            return _apart(group, odd[0], other, number, is_pair=is_pair)
-        for its, theirs in pairs:
-            shift = _shift(calls[its], calls[theirs], number)
-            if shift:
-                return _shifted(group, its, theirs, number, shift, is_pair=is_pair)
+        cause = _shifted(group, calls, number, odd[0]) if len(odd) == 1 else None
+        if cause is not None:
+            return cause
     return None
 
 
@@ -184,24 +139,19 @@ def _identity(call: CallLog) -> tuple[object, ...]:
     return *shared_signature(call), call.site
 
 
-def _is_known(its: _Calls, theirs: _Calls, number: int) -> bool:
-    """Whether both have made the other one's call ``number`` under one number before.
-
-    Ranks that take turns at two places, as where each broadcasts in its turn, are never at one place.
-    """
-    apart = _identity(theirs[number])
-    return any(
-        at < number and at in its and _identity(its[at]) == _identity(call) == apart for at, call in theirs.items()
-    )
-
-
 def _shift(its: _Calls, theirs: _Calls, number: int) -> int:
     """1: from ``number`` on, a rank's calls are those that others make one later; −1: one before;
     0: neither."""
     ahead = dict(theirs)
-    for _ in range(_MOST_EXTENDED):
-        if max(ahead) > max(its) or not _extend(ahead):
+    for _ in range(_MOST_EXTENDED):  # by the call that would come next, if the last one was followed by another before
+        last = max(ahead)
+        alike = (
+            at for at in sorted(ahead, reverse=True) if at != last and _identity(ahead[at]) == _identity(ahead[last])
+        )
+        before = next((at for at in alike if at + 1 in ahead), None)
+        if last > max(its) or before is None:
             break
+        ahead[last + 1] = ahead[before + 1]
     if _runs(its, ahead, number, 1):
         return 1
     if _runs(its, ahead, number, -1):
@@ -210,18 +160,6 @@ def _shift(its: _Calls, theirs: _Calls, number: int) -> int:
     is_replaced = shared_signature(its[number]) != shared_signature(theirs[number])
     is_replaced = is_replaced and _runs(its, ahead, number + 1, 0)
     return -1 if _runs(its, ahead, number + 1, -1) and not is_replaced else 0
-
-
-def _is_by_threads(its: _Calls, theirs: _Calls, number: int) -> bool:
-    """Whether two ranks make two calls in two orders, and a rank makes them from two threads."""
-    pairs = [(calls.get(number), calls.get(number + 1)) for calls in (its, theirs)]
-    makers = [{call.maker for call in pair if call is not None} for pair in pairs]
-    (its_first, its_second), (their_first, their_second) = pairs
-    swaps = [
-        one is not None and two is not None and _identity(one) == _identity(two)
-        for one, two in ((its_first, their_second), (its_second, their_first))
-    ]
-    return any(len(each - {NO_THREAD}) > 1 for each in makers) and any(swaps)
 
 
 def _has_gone_on(calls: _Calls, number: int) -> bool:
@@ -233,55 +171,55 @@ def _has_gone_on(calls: _Calls, number: int) -> bool:
     return number - 1 in calls and pairs.count((_identity(calls[number - 1]), _identity(calls[number]))) > 1
 
 
-def _extend(calls: dict[int, CallLog]) -> bool:
-    """Add the call that would come next, if the last one was followed by another one before."""
-    last = max(calls)
-    for number in sorted(calls, reverse=True):
-        is_same = number != last and _identity(calls[number]) == _identity(calls[last])
-        if is_same and number + 1 in calls:
-            calls[last + 1] = calls[number + 1]
-            return True
-    return False
-
-
 def _runs(its: _Calls, theirs: _Calls, first: int, shift: int) -> bool:
     pairs = [(its[at], theirs.get(at + shift)) for at in sorted(its) if at >= first]
     return bool(pairs) and all(other is not None and _identity(call) == _identity(other) for call, other in pairs)
 
 
-def _shifted(group: _Group, rank: int, other: int, number: int, shift: int, *, is_pair: bool) -> Cause:
-    left, made = "left out a call", "made a call too many"
-    who = f"rank {rank} has {left if shift > 0 else made} of group {group.name}"
-    if is_pair:
-        who += f", or rank {other} has {made if shift > 0 else left}"
-    return _unlike(group, rank, other, number, "skipped" if shift > 0 else "extra", who, is_pair=is_pair)
-
-
-def _apart(group: _Group, rank: int, other: int, number: int, *, is_pair: bool) -> Cause:
-    who = f"rank {rank} or rank {other}" if is_pair else f"rank {rank}"
-    who += f" is at another place of its steps, as it has made more calls of group {group.name}, or fewer"
-    return _unlike(group, rank, other, number, "steps", who, is_pair=is_pair)
-
-
-def _threads(group: _Group, rank: int, other: int, number: int, *, is_pair: bool) -> Cause:
-    who = (
-        f"threads of a rank make calls of group {group.name} in no certain order (give each thread a group of its own)"
+def _shifted(group: GroupRecord, calls: Mapping[int, _Calls], number: int, rank: int) -> Cause | None:
+    """The cause that follows from what ``rank`` makes as call ``number``, and most others as the same one."""
+    others = [each for each in calls if each != rank and number in calls[each]]
+    other, is_pair = others[0], len(others) == 1  # which one of two is at fault is not seen
+    firsts, seconds = ([calls[each].get(at) for each in (rank, other)] for at in (number, number + 1))
+    makers = [{call.maker for call in pair if call is not None} for pair in zip(firsts, seconds, strict=True)]
+    are_swapped = any(
+        one is not None and two is not None and _identity(one) == _identity(two)
+        for one, two in zip(firsts, reversed(seconds), strict=True)
     )
-    return _unlike(group, rank, other, number, "threads", who, is_pair=is_pair)
-
-
-def _unlike(group: _Group, rank: int, other: int, number: int, what: str, who: str, *, is_pair: bool) -> Cause:
-    """A cause that follows from what ``rank`` makes as a call, and ``other`` as the same one."""
-    call = NamedCall.of_log(rank, group.name, group.calls[rank][number])
-    theirs = NamedCall.of_log(other, group.name, group.calls[other][number])
+    # Ranks that take turns at two places, as where each broadcasts in its turn, never make one call under one number.
+    pairs = [
+        (its, theirs)
+        for its, theirs in [(rank, other), (other, rank)][: 2 if is_pair else 1]
+        if any(
+            at < number and at in calls[its] and _identity(calls[its][at]) == _identity(call) == apart
+            for apart in [_identity(calls[theirs][number])]
+            for at, call in calls[theirs].items()
+        )
+    ]
+    what, who = "", ""
+    if are_swapped and any(len(each - {NO_THREAD}) > 1 for each in makers):
+        what = "threads"
+        who = f"threads of a rank make calls of group {group.name} in no certain order (give each thread a group of its own)"
+    elif pairs and all(_has_gone_on(calls[each], number) for each in pairs[0]):
+        what, who = "steps", f"rank {rank} or rank {other}" if is_pair else f"rank {rank}"
+        who += f" is at another place of its steps, as it has made more calls of group {group.name}, or fewer"
+    else:
+        for its, theirs in pairs:
+            if not what and (shift := _shift(calls[its], calls[theirs], number)):
+                what, rank, other = "skipped" if shift > 0 else "extra", its, theirs
+                left, made = ("left out a call", "made a call too many")[:: 1 if shift > 0 else -1]
+                who = f"rank {rank} has {left} of group {group.name}" + f", or rank {other} has {made}" * is_pair
+    if not what:
+        return None
+    call, its = (NamedCall.of_log(each, group.name, calls[each][number]) for each in (rank, other))
     return Cause(
         what=what,
         certainty="likely",
         ranks=(rank, other) if is_pair else (rank,),
-        calls=(call, theirs),
+        calls=(call, its),
         words=(
             f"{who}: as call #{number} rank {rank} makes {call.kind} at {call.site}, "
-            f"rank {other} {theirs.kind} at {theirs.site}"
+            f"rank {other} {its.kind} at {its.site}"
         ),
     )
 
@@ -328,7 +266,7 @@ def _order(cycle: Cycle, certainty: str) -> Cause:
     )
 
 
-def _absent(missing: Sequence[Missing], groups: Sequence[_Group]) -> Cause:
+def _absent(missing: Sequence[Missing], groups: Sequence[GroupRecord]) -> Cause:
     first = max(missing, key=lambda each: len(each.waiting) + len(each.behind))
     sureness = _sureness(first, groups)
     absence = "has not come"
@@ -342,7 +280,9 @@ def _absent(missing: Sequence[Missing], groups: Sequence[_Group]) -> Cause:
         what, state = "elsewhere", f"is at {first.at}, in no call"
     elif first.why == "late":
         state = "is in no recorded call" if first.doubt else state
-        enqueued = _enqueued(first.call, groups)
+        # The call as the rank's host has enqueued it, whose device has not begun it.
+        own = (group.calls.get(first.call.rank, {}) for group in groups if group.name == first.call.group)
+        enqueued = next((calls[first.call.number] for calls in own if first.call.number in calls), None)
         if enqueued is not None:
             state, absence = f"has enqueued {short_call(first.call)} at {enqueued.site}", "its device has not come"
             certainty = "likely"
@@ -361,24 +301,18 @@ def _absent(missing: Sequence[Missing], groups: Sequence[_Group]) -> Cause:
         more += f", or {'has' if len(others) == 1 else 'have'} made a call too many"
     return Cause(
         what=what,
-        certainty=_lesser(certainty, first.certainty, sureness),
+        certainty=lesser(certainty, first.certainty, sureness),
         ranks=ranks,
         calls=tuple(each.last or each.call for each in missing),
         words=(
             f"rank {first.call.rank} {state}, and {absence} to {short_call(first.call)} of group "
-            f"{first.call.group}, for which {_waiting(others)}"
+            f"{first.call.group}, for which {waits_words(others)}"
             f"{more}"
         ),
     )
 
 
-def _enqueued(call: NamedCall, groups: Sequence[_Group]) -> CallLog | None:
-    """The call as a rank's host has enqueued it, whose device has not begun it; None: it has not."""
-    own = (group.calls.get(call.rank, {}) for group in groups if group.name == call.group)
-    return next((calls[call.number] for calls in own if call.number in calls), None)
-
-
-def _sureness(missing: Missing, groups: Sequence[_Group]) -> str:
+def _sureness(missing: Missing, groups: Sequence[GroupRecord]) -> str:
     """How sure it is that a rank which has not come is at fault, and not the few that wait for it with a call too many.
 
     Sure are more ranks than those that have not come, as no two make the same call too many; or all
@@ -401,32 +335,32 @@ def _sureness(missing: Missing, groups: Sequence[_Group]) -> str:
             continue
         absent |= {each for each in group.made if group.made[each] < number}
         its = group.calls.get(rank, {})
-        alike = [each for each in waiting if not is_silent and _are_counterparts(group.calls[each], its)]
-        is_whole = any(len(its) == made and len(group.calls[each]) == group.made[each] for each in alike)
-        num_alike = max((len(its.keys() & group.calls[each].keys()) for each in alike), default=0)
+        is_whole, num_alike = False, 0
+        for each, theirs in group.calls.items():
+            shared = theirs.keys() & its.keys()
+            pairs = {(_identity(theirs[at]), _identity(its[at])) for at in shared}
+            are_counterparts = len(pairs) == len({one for one, _ in pairs}) == len({two for _, two in pairs})
+            if each in waiting and not is_silent and are_counterparts:
+                is_whole = is_whole or (len(its) == made and len(theirs) == group.made[each])
+                num_alike = max(num_alike, len(shared))
     if len(come) > len(absent) or (is_whole and len(absent) == 1):
         return "proven"
     is_likely = is_whole or num_alike >= _ENOUGH_ALIKE or len(come) > 1 or missing.at is not None
     return "likely" if is_likely else "unknown"
 
 
-def _are_counterparts(one: _Calls, other: _Calls) -> bool:
-    """Whether two ranks make each call of one place at one place of the other's program, as far as it is recorded."""
-    pairs = {(_identity(one[number]), _identity(other[number])) for number in one.keys() & other.keys()}
-    return len(pairs) == len({mine for mine, _ in pairs}) == len({its for _, its in pairs})
-
-
-def _waiting(ranks: Sequence[int]) -> str:
-    """``rank 3 waits``, ``ranks 0 and 1 wait``."""
-    return f"{ranks_words(ranks)} {'waits' if len(ranks) == 1 else 'wait'}"
-
-
-def _stalled(diagnosis: Diagnosis, groups: Sequence[_Group], *, knows_members: bool) -> Cause | None:
+def _stalled(diagnosis: Diagnosis, groups: Sequence[GroupRecord], *, knows_members: bool) -> Cause | None:
     waiting = [waiter for missing in diagnosis.waits for waiter in missing.waiting]
     met = [waiter for waiter in diagnosis.under_way if waiter not in waiting]  # in calls that all have come to
     if not met:
         return None
-    first = _first_in_line(diagnosis.under_way)
+    # The oldest of every rank that waits in it: a call behind another one holds up nobody.
+    oldest: dict[int, Waiter] = {}
+    for each in sorted(diagnosis.under_way, key=lambda waiter: -waiter.waited_s):
+        oldest.setdefault(each.call.rank, each)
+    keys = [(_call_key(each), _call_key(oldest[each.call.rank])) for each in diagnosis.under_way]
+    behind = {key for key, first_key in keys if key != first_key}
+    first = [each for each in diagnosis.under_way if _call_key(each) not in behind] or list(oldest.values())
     calls = tuple(waiter.call for waiter in first)
     ranks = tuple(sorted({call.rank for call in calls}))
     longest = max([waiter for waiter in first if waiter in met] or met, key=lambda waiter: waiter.waited_s)
@@ -437,7 +371,7 @@ def _stalled(diagnosis: Diagnosis, groups: Sequence[_Group], *, knows_members: b
             certainty="likely",
             ranks=diagnosis.without,
             calls=calls,
-            words=(f"{ranks_words(diagnosis.without)} left no dump or log, and {_waiting(ranks)} in {where}"),
+            words=(f"{ranks_words(diagnosis.without)} left no dump or log, and {waits_words(ranks)} in {where}"),
         )
     name, number = _call_key(longest)
     has_ended = longest.call.kind not in MESSAGES and any(
@@ -457,15 +391,6 @@ def _stalled(diagnosis: Diagnosis, groups: Sequence[_Group], *, knows_members: b
     )
 
 
-def _first_in_line(waiters: Sequence[Waiter]) -> list[Waiter]:
-    """Choose the waiters whose call is the oldest of every rank that waits in it: a call behind another holds up nobody."""
-    oldest: dict[int, Waiter] = {}
-    for each in sorted(waiters, key=lambda waiter: -waiter.waited_s):
-        oldest.setdefault(each.call.rank, each)
-    behind = {_call_key(each) for each in waiters if _call_key(each) != _call_key(oldest[each.call.rank])}
-    return [each for each in waiters if _call_key(each) not in behind] or list(oldest.values())
-
-
 def _call_key(waiter: Waiter) -> tuple[str, int]:
     return waiter.call.group, waiter.call.number
 
@@ -473,7 +398,7 @@ def _call_key(waiter: Waiter) -> tuple[str, int]:
 # Last calls
 
 
-def _last_calls(groups: Iterable[_Group]) -> Iterator[GroupCalls]:
+def _last_calls(groups: Iterable[GroupRecord]) -> Iterator[GroupCalls]:
     shown = 0
     for group in groups:
         seen = {(made, group.done[rank]) for rank, made in group.made.items() if rank not in group.assumed}
@@ -486,20 +411,17 @@ def _last_calls(groups: Iterable[_Group]) -> Iterator[GroupCalls]:
             call = group.calls[rank].get(made)
             site = None if call is None else call.site
             alike.setdefault((made, group.done[rank], site, rank in group.assumed), []).append(rank)
-        yield GroupCalls(
-            group=group.name,
-            ranks=group.ranks,
-            last=tuple(_last(group, ranks) for ranks in alike.values()),
-        )
-
-
-def _last(group: _Group, ranks: Sequence[int]) -> LastCalls:
-    made = group.made[ranks[0]]
-    call = group.calls[ranks[0]].get(made)
-    return LastCalls(
-        ranks=tuple(ranks),
-        made=made,
-        done=group.done[ranks[0]],
-        is_assumed=ranks[0] in group.assumed,
-        call=None if call is None else NamedCall.of_log(ranks[0], group.name, call),
-    )
+        last = []
+        for ranks in alike.values():
+            first = ranks[0]
+            call = group.calls[first].get(group.made[first])
+            last.append(
+                LastCalls(
+                    ranks=tuple(ranks),
+                    made=group.made[first],
+                    done=group.done[first],
+                    is_assumed=first in group.assumed,
+                    call=None if call is None else NamedCall.of_log(first, group.name, call),
+                )
+            )
+        yield GroupCalls(group=group.name, ranks=group.ranks, last=tuple(last))

@@ -33,6 +33,7 @@ __all__ = [
     "ranks_words",
     "short_call",
     "wait_words",
+    "waits_words",
 ]
 
 _MOST_RANKS = 16
@@ -279,6 +280,11 @@ def ranks_words(ranks: Iterable[int]) -> str:
     if len(listed) > _MOST_RANKS:
         return f"ranks {', '.join(listed[:_MOST_RANKS])} and {len(listed) - _MOST_RANKS} more"
     return f"ranks {', '.join(listed[:-1])} and {listed[-1]}"
+
+
+def waits_words(ranks: Sequence[int]) -> str:
+    """``rank 3 waits``, ``ranks 0 and 1 wait``."""
+    return f"{ranks_words(ranks)} {'waits' if len(ranks) == 1 else 'wait'}"
 
 
 def log_words(log: RankLog) -> str:

@@ -3,12 +3,13 @@ or the missing rank."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from commlayer.calls.ring import MESSAGES
 from commlayer.diagnosis.call_logs import NO_THREAD, CallLog, RankLog, Site
-from commlayer.diagnosis.graph import ANY, Blocked, Graph, Node
+from commlayer.diagnosis.graph import ANY, Blocked, Graph, GroupRecord, Node
 from commlayer.diagnosis.matching import difference, message_difference, shared_signature
 from commlayer.profiles.counted import counted, listed
 
@@ -25,6 +26,7 @@ __all__ = [
     "Trouble",
     "Waiter",
     "diagnose",
+    "lesser",
 ]
 
 _MOST_STARTS = 64
@@ -35,6 +37,14 @@ _MOST_SHIFT = 2
 _MOMENT_NS = 1_000_000_000
 """Who has ended may have made the call that others are still in, as at the end of a job: so long
 that is taken for granted."""
+
+
+_CERTAINTIES = ("unknown", "likely", "proven")
+
+
+def lesser(*certainties: str) -> str:
+    """Return the least sure of these."""
+    return min(certainties, key=_CERTAINTIES.index)
 
 
 class NamedCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,6 +149,11 @@ class Missing(msgspec.Struct, frozen=True, kw_only=True, tag="missing"):
     doubt: str = ""
     certainty: str = "proven"
 
+    def doubted(self, doubt: str, certainty: str) -> Missing:
+        """The same with one more reason for doubt, and at most as sure as ``certainty``."""
+        doubts = "; ".join(filter(None, (self.doubt, doubt)))
+        return msgspec.structs.replace(self, doubt=doubts, certainty=lesser(self.certainty, certainty))
+
 
 class Shared(msgspec.Struct, frozen=True, kw_only=True):
     """A group whose collectives two threads of a rank call at once, so that no order of them is the
@@ -238,82 +253,76 @@ def diagnose(logs: Sequence[RankLog]) -> Diagnosis:
     says for whom.
     """
     graph = Graph(sorted(logs, key=lambda log: log.rank))
-    mismatches = [*_mismatches(graph), *_message_mismatches(graph)]
-    cycles = _cycles(graph)
     ranks = sorted(set(graph.views).union(*(log.ranks for log in logs)))
     is_timeout = any(log.reason == "timeout" for log in logs)
     is_over = is_timeout or any(log.reason in ("program", "abort") for log in logs)  # nobody is still on the way
+    gone = _gone(graph, 0 if is_over else _MOMENT_NS)
     return Diagnosis(
-        findings=(*mismatches, *cycles, *_gone(graph, 0 if is_over else _MOMENT_NS)),
+        findings=(*_mismatches(graph), *_message_mismatches(graph), *_cycles(graph), *gone),
         waits=tuple(_late(graph)),
         shared=tuple(_shared(graph)),
         ranks=tuple(ranks),
         without=tuple(rank for rank in ranks if rank not in graph.views),
         is_timeout=is_timeout,
-        under_way=_waiters(graph, graph.under_way()),
+        under_way=_waiters(
+            graph, [each for each in graph.blocked if each.awaits not in graph.stuck and not graph.late(each)]
+        ),
     )
 
 
 # Calls that differ
 
 
-def _mismatches(graph: Graph) -> Iterable[Mismatch]:
+def _mismatches(graph: Graph) -> Iterator[Mismatch]:
     """The first of each group: what comes after it need not be meant to match."""
-    numbers: dict[str, dict[int, dict[int, CallLog]]] = {}
-    for rank, view in graph.views.items():
-        for (key, number), call in view.collectives.items():
-            if number <= view.issued(key):
-                numbers.setdefault(key, {}).setdefault(number, {})[rank] = call
-    for key in sorted(numbers):
-        for number in sorted(numbers[key]):
-            calls = numbers[key][number]
-            unlike = difference(calls, graph.members[key]) if len(calls) > 1 else None
+    for _, group in sorted(graph.groups.items()):
+        by_number: dict[int, dict[int, CallLog]] = {}
+        for rank, its in group.calls.items():
+            for number, call in its.items():
+                if number <= group.made[rank]:
+                    by_number.setdefault(number, {})[rank] = call
+        for number, calls in sorted(by_number.items()):
+            unlike = difference(calls, group.ranks) if len(calls) > 1 else None
             if unlike is not None:
-                hints = _shift(graph, key, number, calls, unlike.odd), _threads(graph, key, number)
+                hints = _shift(group, number, list(calls), unlike.odd), _threads(group, number)
                 yield Mismatch(
-                    group=graph.names[key],
+                    group=group.name,
                     number=number,
                     what=unlike.what,
                     odd=unlike.odd,
-                    calls=tuple(_call(graph, rank, key, call) for rank, call in sorted(calls.items())),
+                    calls=tuple(NamedCall.of_log(rank, group.name, call) for rank, call in sorted(calls.items())),
                     words=unlike.words,
-                    hint="; ".join(hint for hint in hints if hint),
+                    hint="; ".join(filter(None, hints)),
                 )
                 break
 
 
-def _shift(graph: Graph, key: str, number: int, calls: dict[int, CallLog], odd: Sequence[int]) -> str:
+def _shift(group: GroupRecord, number: int, ranks: Sequence[int], odd: Sequence[int]) -> str:
     """Whether the odd rank's calls are the others' with some left out, or some too many."""
-    others = [rank for rank in calls if rank not in odd]
+    others = [rank for rank in ranks if rank not in odd]
     if len(odd) != 1 or not others:
         return ""
-    theirs, its = graph.views[others[0]].collectives, graph.views[odd[0]].collectives
-
-    def run(one: dict[tuple[str, int], CallLog], other: dict[tuple[str, int], CallLog], shift: int) -> bool:
-        pairs = []
-        at = number
-        while (key, at) in one and (key, at + shift) in other:
-            pairs.append(shared_signature(one[key, at]) == shared_signature(other[key, at + shift]))
-            at += 1
-        return bool(pairs) and all(pairs)
-
+    its, theirs = group.calls[odd[0]], group.calls[others[0]]
     for shift in range(1, _MOST_SHIFT + 1):
         calls_are = counted(shift, "call")
-        if run(its, theirs, shift):
-            return f"rank {odd[0]} goes on as if it had left out {calls_are} of this group"
-        if run(theirs, its, shift):
-            return f"rank {odd[0]} goes on as if it had made {calls_are} of this group too many"
+        for one, other, words in (
+            (its, theirs, f"left out {calls_are} of this group"),
+            (theirs, its, f"made {calls_are} of this group too many"),
+        ):
+            pairs, at = [], number
+            while at in one and at + shift in other:
+                pairs.append(shared_signature(one[at]) == shared_signature(other[at + shift]))
+                at += 1
+            if pairs and all(pairs):
+                return f"rank {odd[0]} goes on as if it had {words}"
     return ""
 
 
-def _threads(graph: Graph, key: str, number: int) -> str:
+def _threads(group: GroupRecord, number: int) -> str:
     """Whether several threads of a rank make the group's calls about that one."""
-    ranks = []
-    for rank, view in graph.views.items():
-        near = range(number - _MOST_SHIFT, number + _MOST_SHIFT + 1)
-        calls = [view.collectives[key, each] for each in near if (key, each) in view.collectives]
-        if len({call.thread for call in calls if call.thread != NO_THREAD}) > 1:
-            ranks.append(rank)
+    near = range(number - _MOST_SHIFT, number + _MOST_SHIFT + 1)
+    makers = {rank: {calls[each].thread for each in near if each in calls} for rank, calls in group.calls.items()}
+    ranks = [rank for rank, threads in makers.items() if len(threads - {NO_THREAD}) > 1]
     if not ranks:
         return ""
     make = "makes" if len(ranks) == 1 else "make"
@@ -322,19 +331,19 @@ def _threads(graph: Graph, key: str, number: int) -> str:
     )
 
 
-def _shared(graph: Graph) -> Iterable[Shared]:
+def _shared(graph: Graph) -> Iterator[Shared]:
     blocked_in: dict[str, dict[int, list[Blocked]]] = {}
     for blocked in graph.blocked:
         call = blocked.call
-        if not blocked.is_message and (call is None or not call.is_async):
+        if blocked.wait.kind not in MESSAGES and (call is None or not call.is_async):
             blocked_in.setdefault(blocked.group, {}).setdefault(blocked.rank, []).append(blocked)
     for key, by_rank in sorted(blocked_in.items()):
         ranks = [rank for rank, threads in sorted(by_rank.items()) if len(threads) > 1]
         if ranks:
-            yield Shared(group=graph.names[key], ranks=tuple(ranks), calls=_waiters(graph, by_rank[ranks[0]]))
+            yield Shared(group=graph.groups[key].name, ranks=tuple(ranks), calls=_waiters(graph, by_rank[ranks[0]]))
 
 
-def _message_mismatches(graph: Graph) -> Iterable[Mismatch]:
+def _message_mismatches(graph: Graph) -> Iterator[Mismatch]:
     from_any = {
         (rank, key, tag)
         for rank, view in graph.views.items()
@@ -349,196 +358,154 @@ def _message_mismatches(graph: Graph) -> Iterable[Mismatch]:
             recv = other.messages.get((key, "recv", rank, tag, number))
             words = "" if recv is None else message_difference(send, recv)
             if recv is not None and words:
+                name = graph.groups[key].name
                 yield Mismatch(
-                    group=graph.names[key],
+                    group=name,
                     number=number,
                     what="size",
                     odd=(peer,),
-                    calls=(_call(graph, rank, key, send), _call(graph, peer, key, recv)),
+                    calls=(NamedCall.of_log(rank, name, send), NamedCall.of_log(peer, name, recv)),
                     words=words,
                 )
 
 
 # Circles
 
+_Thread = tuple[int, int]
+_Ahead = dict[_Thread, list[tuple[Node, Blocked | None]]]
 
-def _cycles(graph: Graph) -> list[Cycle]:
+
+def _cycles(graph: Graph) -> Iterator[Cycle]:
     """The smallest circle of each part of the graph that is stuck by itself."""
-    stuck = graph.stuck_threads
-    ahead = {_id(each): graph.reasons(each) for each in stuck}
-    behind: dict[tuple[int, int], set[tuple[int, int]]] = {}
-    for start, reasons in ahead.items():
-        for _, other in reasons:
-            if other is not None:
-                behind.setdefault(_id(other), set()).add(start)
-    cycles: list[Cycle] = []
-    remaining = dict.fromkeys(_id(each) for each in stuck)
-    while remaining and len(cycles) < _MOST_CYCLES:
-        starts = list(remaining)[:_MOST_STARTS]
-        path = _smallest(list(dict.fromkeys([*starts, *(_on_circle(each, ahead) for each in starts)])), ahead)
+    ahead: _Ahead = {each.thread: graph.reasons(each) for each in graph.stuck_threads}
+    behind: dict[_Thread, set[_Thread]] = {}
+    waits = [(other, start) for start, reasons in ahead.items() for _, other in reasons]
+    for other, start in waits:
+        if other is not None:
+            behind.setdefault(other.thread, set()).add(start)
+    remaining = dict.fromkeys(ahead)
+    for _ in range(_MOST_CYCLES):
+        starts = dict.fromkeys(list(remaining)[:_MOST_STARTS])
+        for here in list(starts):  # which may be in no circle: the first thread that comes again on a way from it is
+            seen = set[_Thread]()
+            while here not in seen:
+                seen.add(here)
+                here = next((other.thread for _, other in ahead.get(here, []) if other is not None), here)
+            starts[here] = None
+        path: list[tuple[Blocked, Node]] = []
+        for start in starts:
+            path = _circle(start, ahead, len(path) - 1 if path else len(ahead) + 1) or path
         if not path:
             break
-        members = {_id(blocked) for blocked, _ in path}
-        waiting = _reach(members, behind)
-        cycles.append(
-            Cycle(
-                steps=tuple(_step(graph, blocked, node) for blocked, node in path),
-                behind=tuple(sorted({rank for rank, _ in waiting - members} - {rank for rank, _ in members})),
-            )
+        members = {blocked.thread for blocked, _ in path}
+        waiting, rest = set(members), list(members)
+        while rest:
+            further = behind.get(rest.pop(), set()) - waiting
+            waiting |= further
+            rest += further
+        yield Cycle(
+            steps=tuple(
+                CycleStep(call=_blocked_call(graph, each), site=each.wait.site, missing=_needed(graph, node))
+                for each, node in path
+            ),
+            behind=tuple(sorted({rank for rank, _ in waiting - members} - {rank for rank, _ in members})),
         )
-        for each in waiting | members:
-            remaining.pop(each, None)
-    return cycles
+        for thread in waiting:
+            remaining.pop(thread, None)
 
 
-def _id(blocked: Blocked) -> tuple[int, int]:
-    return blocked.rank, blocked.thread
-
-
-_Ahead = dict[tuple[int, int], list[tuple[Node, Blocked | None]]]
-
-
-def _on_circle(start: tuple[int, int], ahead: _Ahead) -> tuple[int, int]:
-    """Return the first thread that comes again on a way from ``start``: those that wait may be in no circle themselves."""
-    here, seen = start, set[tuple[int, int]]()
-    while here not in seen:
-        seen.add(here)
-        here = next((_id(other) for _, other in ahead.get(here, []) if other is not None), here)
-    return here
-
-
-def _smallest(starts: Sequence[tuple[int, int]], ahead: _Ahead) -> list[tuple[Blocked, Node]]:
-    """The shortest circle through any of ``starts``: each thread with the call that it needs of the
-    next one."""
-    best: list[tuple[Blocked, Node]] = []
-    for start in starts:
-        path = _circle(start, ahead, len(best) or len(ahead) + 1)
-        if path and (not best or len(path) < len(best)):
-            best = path
-        if len(best) == 1:
-            break
-    return best
-
-
-def _circle(start: tuple[int, int], ahead: _Ahead, most: int) -> list[tuple[Blocked, Node]]:
-    """The shortest way from ``start`` back to it, of fewer than ``most`` steps."""
-    came: dict[tuple[int, int], tuple[tuple[int, int], Node, Blocked]] = {}
+def _circle(start: _Thread, ahead: _Ahead, most: int) -> list[tuple[Blocked, Node]]:
+    """The shortest circle through ``start``, of at most ``most`` steps: each thread with the call that
+    it needs of the next one."""
+    came: dict[_Thread, tuple[_Thread, Node, Blocked]] = {}
     edge, length = [start], 0
-    while edge and length < most:
-        further: list[tuple[int, int]] = []
+    while edge and length < most and start not in came:
+        further: list[_Thread] = []
         for here in edge:
             for node, other in ahead.get(here, []):
-                if other is None or _id(other) in came:
-                    continue
-                came[_id(other)] = here, node, other
-                if _id(other) == start:
-                    return _way(start, came)
-                further.append(_id(other))
+                if other is not None and other.thread not in came:
+                    came[other.thread] = here, node, other
+                    further.append(other.thread)
         edge, length = further, length + 1
-    return []
-
-
-def _way(
-    start: tuple[int, int], came: dict[tuple[int, int], tuple[tuple[int, int], Node, Blocked]]
-) -> list[tuple[Blocked, Node]]:
-    needed: list[tuple[tuple[int, int], Node]] = []
+    path: list[tuple[Blocked, Node]] = []
     at = start
-    while True:
-        before, node, _ = came[at]
-        needed.append((before, node))
-        at = before
-        if at == start:
-            break
-    return [(came[each][2], node) for each, node in reversed(needed)]
-
-
-def _reach(members: set[tuple[int, int]], behind: dict[tuple[int, int], set[tuple[int, int]]]) -> set[tuple[int, int]]:
-    """All that wait for these, themselves or through others."""
-    reached, ahead = set(members), list(members)
-    while ahead:
-        new = behind.get(ahead.pop(), set()) - reached
-        reached |= new
-        ahead += new
-    return reached
-
-
-def _step(graph: Graph, blocked: Blocked, needed: Node) -> CycleStep:
-    return CycleStep(call=_blocked_call(graph, blocked), site=blocked.site, missing=_needed(graph, needed))
+    while start in came and not (path and at == start):
+        at, node, _ = came[at]
+        path.append((came[at][2], node))
+    return path[::-1]
 
 
 # Ranks that are missing
 
 
-def _gone(graph: Graph, least_ns: int) -> list[Missing]:
+def _gone(graph: Graph, least_ns: int) -> Iterator[Missing]:
     """Ranks that have ended, and for which others are stuck and have waited for so long."""
     waiting: dict[Node, list[Blocked]] = {}
     for blocked in graph.stuck_threads:
-        if least_ns and graph.views[blocked.rank].log.now_ns - blocked.since_ns < least_ns:
+        if least_ns and graph.views[blocked.rank].log.now_ns - blocked.wait.since_ns < least_ns:
             continue
         for node, other in graph.reasons(blocked):
             if other is None:
                 waiting.setdefault(node, []).append(blocked)
+    for rank, node in _most_waited_for(waiting):
+        waiters = _waiters(graph, waiting[node])
+        yield Missing(call=_needed(graph, node), why="gone", how=graph.gone.get(rank, ""), waiting=waiters)
+
+
+def _most_waited_for(waiting: dict[Node, list[Blocked]]) -> list[tuple[int, Node]]:
+    """Each rank, in order, with the call of it that most wait for."""
     first: dict[int, Node] = {}
     for node in sorted(waiting, key=lambda node: (-len(waiting[node]), node)):
         first.setdefault(node.rank, node)
-    return [
-        Missing(
-            call=_needed(graph, node),
-            why="gone",
-            how=graph.gone.get(rank, ""),
-            waiting=_waiters(graph, waiting[node]),
-        )
-        for rank, node in sorted(first.items())
-    ]
+    return sorted(first.items())
 
 
-def _late(graph: Graph) -> Iterable[Missing]:
+def _late(graph: Graph) -> Iterator[Missing]:
     """For each rank that others wait for, the call of it that most wait for; every thread that
     waits is in one of them."""
     waiting_for: dict[Node, list[Blocked]] = {}
-    for blocked, node in graph.late():
-        waiting_for.setdefault(node, []).append(blocked)
-    direct = {_id(each) for waiting in waiting_for.values() for each in waiting}
     behind: dict[int, list[Blocked]] = {}
     for blocked in graph.blocked:
-        if blocked.awaits in graph.stuck or _id(blocked) in direct:
+        if blocked.awaits in graph.stuck:
             continue
-        ranks = {node.rank for node in graph.ahead(blocked)}
-        if ranks - {blocked.rank}:
-            behind.setdefault(min(ranks - {blocked.rank}), []).append(blocked)
-        else:  # what holds those it waits for is another thread of its own rank, which perhaps waits for this one
-            yield from _held(graph, blocked)
-    first: dict[int, Node] = {}
-    for node in sorted(waiting_for, key=lambda node: (-len(waiting_for[node]), node)):
-        first.setdefault(node.rank, node)
-    for rank, node in sorted(first.items()):
-        view = graph.views.get(rank)
-        if view is None:
-            yield Missing(
-                call=_needed(graph, node),
-                why="silent",
-                waiting=_waiters(graph, waiting_for[node]),
-                behind=_waiters(graph, behind.get(rank, ())),
-            )
+        if nodes := graph.late(blocked):
+            for node in nodes:
+                waiting_for.setdefault(node, []).append(blocked)
             continue
-        calls = [call for call in view.log.calls if call.thread not in view.blocked]
-        last = calls[-1] if calls else None
-        thread = _thread_of(view.log, last)
-        yield Missing(
+        if ranks := {node.rank for node in graph.late(blocked, through_threads=True)} - {blocked.rank}:
+            behind.setdefault(min(ranks), []).append(blocked)
+            continue
+        yield from _held(graph, blocked)
+    for rank, node in _most_waited_for(waiting_for):
+        missing = Missing(
             call=_needed(graph, node),
-            why="late",
+            why="late" if rank in graph.views else "silent",
             waiting=_waiters(graph, waiting_for[node]),
-            last=None if last is None else _call(graph, rank, view.log.groups[last.group].key, last),
-            at=thread,
-            idle_s=-1.0 if last is None else (view.log.now_ns - last.issued_ns) / 1e9,
             behind=_waiters(graph, behind.get(rank, ())),
         )
+        if rank in graph.views:
+            view = graph.views[rank]
+            last = next((call for call in reversed(view.log.calls) if call.thread not in view.blocked), None)
+            # Where the thread is that made that call; without one, the main thread.
+            at = (
+                thread.site
+                for thread in view.log.threads
+                if (thread.ident == last.thread if last is not None else thread.name == "MainThread")
+            )
+            missing = msgspec.structs.replace(missing, at=next(at, None))
+            if last is not None:
+                name = graph.groups[view.log.groups[last.group].key].name
+                idle_s = (view.log.now_ns - last.issued_ns) / 1e9
+                missing = msgspec.structs.replace(missing, last=NamedCall.of_log(rank, name, last), idle_s=idle_s)
+        yield missing
 
 
-def _held(graph: Graph, blocked: Blocked) -> Iterable[Missing]:
-    """The ranks for which a thread itself waits, and what those wait in."""
-    for node in graph.unmade(blocked):
-        if node.rank != blocked.rank and node.rank in graph.views:
+def _held(graph: Graph, blocked: Blocked) -> Iterator[Missing]:
+    """The ranks for which a thread itself waits, and what those wait in. What holds them is another
+    thread of its own rank, which perhaps waits for this one."""
+    for node in graph.behind([blocked.awaits], through_threads=False):
+        is_unmade = node.what == "made" and not graph.is_made(node)
+        if is_unmade and node.rank != blocked.rank and node.rank in graph.views:
             yield Missing(
                 call=_needed(graph, node),
                 why="held",
@@ -547,20 +514,12 @@ def _held(graph: Graph, blocked: Blocked) -> Iterable[Missing]:
             )
 
 
-def _thread_of(log: RankLog, last: CallLog | None) -> Site | None:
-    """Where the thread is now that made that call; without one, the main thread."""
-    for thread in log.threads:
-        if thread.ident == last.thread if last is not None else thread.name == "MainThread":
-            return thread.site
-    return None
-
-
 def _waiters(graph: Graph, blocked: Sequence[Blocked]) -> tuple[Waiter, ...]:
     return tuple(
         Waiter(
             call=_blocked_call(graph, each),
-            site=each.site,
-            waited_s=(graph.views[each.rank].log.now_ns - each.since_ns) / 1e9,
+            site=each.wait.site,
+            waited_s=(graph.views[each.rank].log.now_ns - each.wait.since_ns) / 1e9,
         )
         for each in blocked
     )
@@ -570,43 +529,25 @@ def _waiters(graph: Graph, blocked: Sequence[Blocked]) -> tuple[Waiter, ...]:
 
 
 def _blocked_call(graph: Graph, blocked: Blocked) -> NamedCall:
+    name, wait = graph.groups[blocked.group].name, blocked.wait
     if blocked.call is not None:
-        return _call(graph, blocked.rank, blocked.group, blocked.call)
-    return NamedCall(
-        rank=blocked.rank,
-        group=graph.names.get(blocked.group, blocked.group),
-        kind=blocked.kind,
-        number=blocked.number,
-        peer=blocked.peer,
-        tag=blocked.tag,
-    )
-
-
-def _call(graph: Graph, rank: int, key: str, call: CallLog) -> NamedCall:
-    return NamedCall.of_log(rank, graph.names.get(key, key), call)
+        return NamedCall.of_log(blocked.rank, name, blocked.call)
+    return NamedCall(rank=blocked.rank, group=name, kind=wait.kind, number=wait.number, peer=wait.peer, tag=wait.tag)
 
 
 def _needed(graph: Graph, node: Node) -> NamedCall:
     """A call that has not been made, or not been started; what it should be another member
     knows."""
+    group = graph.groups[node.group]
+    needed = NamedCall(
+        rank=node.rank, group=group.name, kind=node.kind, number=node.number, peer=node.peer, tag=node.tag
+    )
     if node.kind:
-        kind = node.kind
-        return NamedCall(
-            rank=node.rank,
-            group=graph.names.get(node.group, node.group),
-            kind=kind,
-            number=node.number,
-            peer=node.peer,
-            tag=node.tag,
-        )
-    own = graph.views.get(node.rank)
-    call = None if own is None else own.collectives.get((node.group, node.number))
-    if call is not None:  # queued behind the group's calls before it, or enqueued on a device
-        return _call(graph, node.rank, node.group, call)
-    for view in graph.views.values():
-        call = view.collectives.get((node.group, node.number))
-        if call is not None:
-            return NamedCall(
-                rank=node.rank, group=graph.names[node.group], kind=call.kind, number=node.number, dtype=call.dtype
-            )
-    return NamedCall(rank=node.rank, group=graph.names.get(node.group, node.group), kind="its call", number=node.number)
+        return needed
+    own = group.calls.get(node.rank, {}).get(node.number)
+    if own is not None:  # queued behind the group's calls before it, or enqueued on a device
+        return NamedCall.of_log(node.rank, group.name, own)
+    its = next((calls[node.number] for calls in group.calls.values() if node.number in calls), None)
+    if its is None:
+        return msgspec.structs.replace(needed, kind="its call")
+    return msgspec.structs.replace(needed, kind=its.kind, dtype=its.dtype)

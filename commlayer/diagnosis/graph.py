@@ -19,15 +19,17 @@ nothing wrong in either.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 from commlayer.calls.group_life import LIFE_KEY
-from commlayer.diagnosis.call_logs import CallLog, RankLog, Site
+from commlayer.calls.ring import MESSAGES
+from commlayer.diagnosis.call_logs import CallLog, RankLog, WaitLog
 
-__all__ = ["Blocked", "Graph", "Need", "Node", "View"]
+__all__ = ["Blocked", "Graph", "GroupRecord", "Need", "Node", "View", "groups_of"]
 
 _OTHER = {"send": "recv", "recv": "send"}
 ANY = -1
@@ -60,39 +62,41 @@ class Need(NamedTuple):
 
 
 class Blocked(NamedTuple):
-    """A thread of a rank that waits for one of its calls. ``site``: of the wait; ``call``: where
-    the ring still has it."""
+    """A thread of ``rank`` that waits for one of its calls of ``group``, whose key that is. ``call``:
+    where the ring still has it."""
 
     rank: int
-    thread: int
     group: str
-    kind: str
-    number: int
-    peer: int
-    tag: int
-    site: Site
-    since_ns: int
+    wait: WaitLog
     call: CallLog | None
 
     @property
-    def is_message(self) -> bool:
-        return self.kind in _OTHER
+    def thread(self) -> tuple[int, int]:
+        """The rank, and its thread."""
+        return self.rank, self.wait.thread
 
     @property
     def awaits(self) -> Node:
         """The node that has to happen for it to go on."""
-        if self.is_message:
-            return Node("done", self.rank, self.group, self.number, self.kind, self.peer, self.tag)
-        return Node("done", self.rank, self.group, self.number)
+        wait = self.wait
+        if wait.kind in MESSAGES:
+            return Node("done", self.rank, self.group, wait.number, wait.kind, wait.peer, wait.tag)
+        return Node("done", self.rank, self.group, wait.number)
 
 
 class View:
-    """One rank's log, by group key and number."""
+    """One rank's log: its calls, by the key of their group and by number; how many of each group it
+    has ``issued``, how many of these are ``done``, and how many messages it has ``posted``."""
 
     def __init__(self, log: RankLog) -> None:
         self.log = log
-        self.groups = {group.key: group for group in log.groups}
-        self.collectives: dict[tuple[str, int], CallLog] = {}
+        self.issued = Counter({group.key: group.issued for group in log.groups})
+        self.done = Counter({group.key: group.done for group in log.groups})
+        self.posted: Counter[tuple[str, str, int, int]] = Counter()
+        for group in log.groups:
+            for each in group.messages:
+                self.posted[group.key, each.kind, each.peer, each.tag] += each.count
+        self.collectives: dict[str, dict[int, CallLog]] = {}
         self.messages: dict[tuple[str, str, int, int, int], CallLog] = {}
         self.issuers: dict[str, set[int]] = {}
         alive = {*(thread.ident for thread in log.threads), *log.hidden} or {call.thread for call in log.calls}
@@ -103,80 +107,37 @@ class View:
             if call.is_message:
                 self.messages[key, call.kind, call.peer, call.tag, call.number] = call
             else:  # one that was refused, and made again, is there twice: the later one counts
-                self.collectives[key, call.number] = call
+                self.collectives.setdefault(key, {})[call.number] = call
         self.threads = alive
-
-    def issued(self, key: str) -> int:
-        group = self.groups.get(key)
-        return 0 if group is None else group.issued
-
-    def done(self, key: str) -> int:
-        group = self.groups.get(key)
-        return 0 if group is None else group.done
-
-    def posted(self, key: str, kind: str, peer: int, tag: int) -> int:
-        """How many messages of this kind have been posted."""
-        group = self.groups.get(key)
-        if group is None:
-            return 0
-        return sum(each.count for each in group.messages if (each.kind, each.peer, each.tag) == (kind, peer, tag))
 
     @cached_property
     def blocked(self) -> dict[int, Blocked]:
         """The call that each thread waits for: in an explicit wait, or the last one it made, which
         returns only at its end."""
-        by_thread: dict[int, Blocked] = {}
-        for call in self.log.calls:
-            key = self.log.groups[call.group].key
-            if call.is_message or call.is_async or call.number <= self.done(key) or call.thread not in self.threads:
-                continue
-            if call.number > self.issued(key):  # refused
-                continue
-            before = by_thread.get(call.thread)
-            if before is None or before.since_ns <= call.issued_ns:
-                by_thread[call.thread] = Blocked(
-                    rank=self.log.rank,
-                    thread=call.thread,
-                    group=key,
-                    kind=call.kind,
-                    number=call.number,
-                    peer=ANY,
-                    tag=0,
-                    site=call.site,
-                    since_ns=call.issued_ns,
-                    call=call,
-                )
-        for wait in self.log.waits:
-            key = self.log.groups[wait.group].key
-            if wait.kind not in _OTHER and wait.number <= self.done(key):
-                continue
-            before = by_thread.get(wait.thread)
-            if before is None or before.since_ns <= wait.since_ns:
-                if wait.kind in _OTHER:
-                    call_there = self.messages.get((key, wait.kind, wait.peer, wait.tag, wait.number))
-                else:
-                    call_there = self.collectives.get((key, wait.number))
-                by_thread[wait.thread] = Blocked(
-                    rank=self.log.rank,
-                    thread=wait.thread,
-                    group=key,
-                    kind=wait.kind,
-                    number=wait.number,
-                    peer=wait.peer,
-                    tag=wait.tag,
-                    site=wait.site,
-                    since_ns=wait.since_ns,
-                    call=call_there,
-                )
-        return {thread: each for thread, each in by_thread.items() if not self._has_gone_on(each)}
-
-    def _has_gone_on(self, blocked: Blocked) -> bool:
-        """Whether the thread has made another call since, so that the one it waited for has
-        failed."""
-        return any(
-            call.thread == blocked.thread and call.issued_ns > blocked.since_ns
-            for call in reversed(self.log.calls[-_LOOK_BACK:])
-        )
+        keys = [group.key for group in self.log.groups]
+        waits = [
+            WaitLog.of(call, call.thread)
+            for call in self.log.calls
+            if not (call.is_message or call.is_async)
+            and self.done[keys[call.group]] < call.number <= self.issued[keys[call.group]]  # else it was refused
+            and call.thread in self.threads
+        ]
+        latest: dict[int, WaitLog] = {}
+        for wait in (*waits, *self.log.waits):
+            is_over = wait.kind not in MESSAGES and wait.number <= self.done[keys[wait.group]]
+            if not is_over and (wait.thread not in latest or latest[wait.thread].since_ns <= wait.since_ns):
+                latest[wait.thread] = wait
+        blocked = {}
+        for thread, wait in latest.items():
+            recent = self.log.calls[-_LOOK_BACK:]
+            if any(call.thread == thread and call.issued_ns > wait.since_ns for call in recent):
+                continue  # it has made another call since, so that the one it waited for has failed
+            key = keys[wait.group]
+            call = self.collectives.get(key, {}).get(wait.number)
+            if wait.kind in MESSAGES:
+                call = self.messages.get((key, wait.kind, wait.peer, wait.tag, wait.number))
+            blocked[thread] = Blocked(self.log.rank, key, wait, call)
+        return blocked
 
 
 _LOOK_BACK = 64
@@ -188,6 +149,35 @@ def _made_by_same(key: str) -> str:
     return LIFE_KEY if key.endswith(LIFE_KEY) else key
 
 
+@dataclass
+class GroupRecord:
+    """A group in all logs. ``ranks``: its members; ``calls``: the collectives of each rank, by
+    number; ``made``, ``done``: how many each has made, and how many of these have ended;
+    ``assumed``: the ranks of which that is taken for granted."""
+
+    key: str
+    name: str
+    ranks: tuple[int, ...]
+    calls: dict[int, dict[int, CallLog]] = field(default_factory=dict)
+    made: dict[int, int] = field(default_factory=dict)
+    done: dict[int, int] = field(default_factory=dict)
+    assumed: set[int] = field(default_factory=set)
+
+
+def groups_of(views: Iterable[View]) -> dict[str, GroupRecord]:
+    """Return the groups in the logs, by key."""
+    groups: dict[str, GroupRecord] = {}
+    for view in views:
+        rank = view.log.rank
+        for each in view.log.groups:
+            group = groups.setdefault(each.key, GroupRecord(each.key, str(each), each.ranks))
+            group.calls[rank] = view.collectives.get(each.key, {})
+            group.made[rank], group.done[rank] = each.issued, each.done
+            if each.is_assumed:
+                group.assumed.add(rank)
+    return groups
+
+
 class Graph:
     """The graph of these logs. ``gone``: ranks that have ended, and how.
 
@@ -197,77 +187,59 @@ class Graph:
 
     def __init__(self, logs: Sequence[RankLog]) -> None:
         self.views = {log.rank: View(log) for log in logs}
+        self.groups = groups_of(self.views.values())
         self.gone: dict[int, str] = {}
         for log in logs:
-            self.gone |= {rank: how for rank, how in log.gone.items() if self._has_ended(rank)}
-        self.members: dict[str, tuple[int, ...]] = {}
-        self.names: dict[str, str] = {}
-        for log in logs:
-            for group in log.groups:
-                self.members.setdefault(group.key, group.ranks)
-                self.names.setdefault(group.key, str(group))
+            for rank, how in log.gone.items():
+                if rank not in self.views or rank in self.views[rank].log.gone:
+                    self.gone[rank] = how
         self.blocked = [each for view in self.views.values() for each in view.blocked.values()]
-        self.blocked.sort(key=lambda each: (each.rank, each.since_ns))
+        self.blocked.sort(key=lambda each: (each.rank, each.wait.since_ns))
         self._needs: dict[Node, list[Need]] = {}
-
-    def _has_ended(self, rank: int) -> bool:
-        view = self.views.get(rank)
-        return view is None or rank in view.log.gone
 
     # What a node needs
 
     def needs(self, node: Node) -> list[Need]:
         """All of them, or ``node`` does not happen."""
         needs = self._needs.get(node)
-        if needs is None:
-            needs = self._needs[node] = self._needs_of_met(node) if node.what == "met" else self._needs_of(node)
-        return needs
-
-    def _needs_of(self, node: Node) -> list[Need]:
+        if needs is not None:
+            return needs
         view = self.views.get(node.rank)
-        if view is None:  # nothing is known of it: taken to be on its way
-            return [Need((), node.rank)] if node.rank in self.gone and node.what == "made" else []
-        if node.what == "free":
+        if node.what == "met":  # the members that have not begun the call
+            needs = [
+                Need((Node("made", rank, node.group, node.number),), rank)
+                for rank in (self.groups[node.group].ranks if node.group in self.groups else ())
+                if (its := self.views.get(rank)) is None
+                or node.number > min(its.issued[node.group], its.done[node.group] + 1)
+            ]
+        elif view is None:  # nothing is known of it: taken to be on its way
+            needs = [Need((), node.rank)] if node.rank in self.gone and node.what == "made" else []
+        elif node.what == "free":
             blocked = view.blocked.get(node.number)
-            return [] if blocked is None else [Need((blocked.awaits,))]
-        if node.kind:
-            return self._needs_of_message(view, node)
-        return self._needs_of_call(view, node)
-
-    def _needs_of_met(self, node: Node) -> list[Need]:
-        """The members that have not begun the call."""
-        views = ((rank, self.views.get(rank)) for rank in self.members.get(node.group, ()))
-        return [
-            Need((Node("made", rank, node.group, node.number),), rank)
-            for rank, view in views
-            if view is None or node.number > min(view.issued(node.group), view.done(node.group) + 1)
-        ]
-
-    def _needs_of_call(self, view: View, node: Node) -> list[Need]:
-        if node.what == "made":
-            if view.issued(node.group) < node.number:
-                return self._needs_of_making(view, node)
-            # It has been called: it starts after those of its group before it.
-            return self._before(view, node)
-        if view.done(node.group) >= node.number:
-            return []
-        return [*self._before(view, node), Need((Node("met", ANY, node.group, node.number),))]
-
-    def _before(self, view: View, node: Node) -> list[Need]:
-        if node.number <= view.done(node.group) + 1:
-            return []
-        return [Need((Node("done", node.rank, node.group, node.number - 1),))]
+            needs = [] if blocked is None else [Need((blocked.awaits,))]
+        elif node.kind:
+            needs = self._needs_of_message(view, node)
+        elif node.what == "made" and view.issued[node.group] < node.number:
+            needs = self._needs_of_making(view, node)
+        else:  # it starts after those of its group before it, and ends when all have come
+            is_done = view.done[node.group] >= node.number
+            is_next = view.done[node.group] + 1 >= node.number
+            needs = [] if is_next else [Need((Node("done", node.rank, node.group, node.number - 1),))]
+            if node.what == "done" and not is_done:
+                needs.append(Need((Node("met", ANY, node.group, node.number),)))
+        self._needs[node] = needs
+        return needs
 
     def _needs_of_message(self, view: View, node: Node) -> list[Need]:
         if node.what == "made":
-            if view.posted(node.group, node.kind, node.peer, node.tag) >= node.number:
+            if self.is_made(node):
                 return []
-            if node.kind == "recv" and view.posted(node.group, node.kind, ANY, node.tag):
+            if node.kind == "recv" and view.posted[node.group, node.kind, ANY, node.tag]:
                 return []  # whether it takes this one is not known
             return self._needs_of_making(view, node)
         if node.peer == ANY:
-            others = [rank for rank in self.members.get(node.group, ()) if rank != node.rank]
-            received = {rank: view.posted(node.group, "recv", rank, node.tag) for rank in others}  # by its name
+            others = [rank for rank in self.groups[node.group].ranks if rank != node.rank]
+            received = {rank: view.posted[node.group, "recv", rank, node.tag] for rank in others}  # by its name
             nodes = [Node("made", rank, node.group, received[rank] + 1, "send", node.rank, node.tag) for rank in others]
             return [Need(tuple(nodes))]
         other = Node("made", node.peer, node.group, node.number, _OTHER[node.kind], node.rank, node.tag)
@@ -279,36 +251,49 @@ class Graph:
             return [Need((), node.rank)] if node.rank in self.gone else []
         return [Need(tuple(Node("free", node.rank, "", thread) for thread in sorted(threads)))]
 
+    def is_made(self, node: Node) -> bool:
+        """Whether its rank has made the call, or the message, as far as is known."""
+        view = self.views.get(node.rank)
+        if view is None:
+            return False
+        if node.kind:
+            return view.posted[node.group, node.kind, node.peer, node.tag] >= node.number
+        return view.issued[node.group] >= node.number
+
+    def behind(self, starts: Iterable[Node], *, through_threads: bool = True) -> Iterator[Node]:
+        """Yield ``starts`` and the nodes that they wait for, the nearest first. ``through_threads``:
+        also those for which others wait that would have to go on first."""
+        ahead = deque(starts)
+        seen = set[Node]()
+        while ahead:
+            node = ahead.popleft()
+            if node not in seen:
+                seen.add(node)
+                yield node
+                nodes = (each for need in self.needs(node) for each in need.nodes)
+                ahead += [each for each in nodes if through_threads or each.what != "free"]
+
     # Who is stuck
 
     @cached_property
-    def stuck(self) -> set[Node]:
-        """All nodes behind blocked threads that cannot happen any more, whatever free threads
-        do."""
+    def stuck(self) -> dict[Node, list[Need]]:
+        """All nodes behind blocked threads that cannot happen any more, whatever free threads do, and
+        which of their needs are not met."""
         users: dict[Node, list[tuple[Node, Need]]] = {}
-        seen: set[Node] = set()
-        ahead = [each.awaits for each in self.blocked]
-        while ahead:
-            node = ahead.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            for need in self.needs(node):
-                ahead += need.nodes
+        unmet: dict[Node, set[Need]] = {}
+        for node in self.behind(each.awaits for each in self.blocked):
+            unmet[node] = set(self.needs(node))
+            for need in unmet[node]:
                 for other in need.nodes:
                     users.setdefault(other, []).append((node, need))
-        unmet = {node: set(self.needs(node)) for node in seen}
-        ready = [node for node in seen if not unmet[node]]
+        ready = [node for node in unmet if not unmet[node]]
         while ready:
             for user, need in users.get(ready.pop(), ()):
                 if need in unmet[user]:
                     unmet[user].remove(need)
                     if not unmet[user]:
                         ready.append(user)
-        self.clauses = {
-            node: [need for need in self.needs(node) if need in unmet[node]] for node in seen if unmet[node]
-        }
-        return set(self.clauses)
+        return {node: [need for need in self.needs(node) if need in unmet[node]] for node in unmet if unmet[node]}
 
     @cached_property
     def stuck_threads(self) -> list[Blocked]:
@@ -326,7 +311,7 @@ class Graph:
             if node in seen:
                 continue
             seen.add(node)
-            for need in self.clauses.get(node, []):
+            for need in self.stuck.get(node, []):
                 if not need.nodes:
                     reasons.append((node, None))
                 for each in need.nodes:
@@ -338,53 +323,16 @@ class Graph:
 
     # Who is waited for, but not stuck
 
-    def under_way(self) -> list[Blocked]:
-        """Blocked threads that wait for nobody: all that they wait for has been called, and has not
-        ended yet."""
-        late = {(blocked.rank, blocked.thread) for blocked, _ in self.late()}
-        stuck = self.stuck
-        return [each for each in self.blocked if each.awaits not in stuck and (each.rank, each.thread) not in late]
-
-    def late(self) -> list[tuple[Blocked, Node]]:
-        """Blocked threads that are not stuck, and the calls that they wait for of ranks that may
-        still make them."""
-        free = [each for each in self.blocked if each.awaits not in self.stuck]
-        return [(blocked, node) for blocked in free for node in self._behind(blocked) if self._may_be_late(node)]
-
-    def ahead(self, blocked: Blocked) -> set[Node]:
-        """The calls that ranks may still make, in no call, for which a thread waits in the end:
-        itself, or behind threads that would have to go on first."""
-        return {node for node in self._behind(blocked, through_threads=True) if self._may_be_late(node)}
-
-    def unmade(self, blocked: Blocked) -> list[Node]:
-        """The calls for which a thread itself waits, and which their ranks have not made, whatever
-        holds those."""
-        return [node for node in self._behind(blocked) if node.what == "made" and not self._is_made(node)]
-
-    def _behind(self, blocked: Blocked, *, through_threads: bool = False) -> Iterator[Node]:
-        """The nodes that a thread waits for, the nearest first. ``through_threads``: also those for
-        which others wait that would have to go on first."""
-        ahead, seen = deque([blocked.awaits]), set[Node]()
-        while ahead:
-            node = ahead.popleft()
-            if node not in seen:
-                seen.add(node)
-                yield node
-                nodes = (each for need in self.needs(node) for each in need.nodes)
-                ahead += [each for each in nodes if through_threads or each.what != "free"]
-
-    def _may_be_late(self, node: Node) -> bool:
-        """Whether it is a call that its rank has not made, and that rank is not blocked."""
-        if node.what != "made":
-            return False
-        if node.rank not in self.views:
-            return node.rank not in self.gone
-        return not self._is_made(node) and not self.needs(node)
-
-    def _is_made(self, node: Node) -> bool:
-        view = self.views.get(node.rank)
-        if view is None:
-            return False
-        if node.kind:
-            return view.posted(node.group, node.kind, node.peer, node.tag) >= node.number
-        return view.issued(node.group) >= node.number
+    def late(self, blocked: Blocked, *, through_threads: bool = False) -> list[Node]:
+        """The calls that ranks may still make, in no call, for which a thread waits; ``through_threads``:
+        also behind threads that would have to go on first."""
+        return [
+            node
+            for node in self.behind([blocked.awaits], through_threads=through_threads)
+            if node.what == "made"
+            and (
+                (not self.is_made(node) and not self.needs(node))
+                if node.rank in self.views
+                else node.rank not in self.gone
+            )
+        ]
