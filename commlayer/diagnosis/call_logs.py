@@ -4,6 +4,7 @@ files and told to others."""
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ __all__ = [
     "ThreadLog",
     "WaitLog",
     "as_foreign",
+    "inferred_log",
 ]
 
 LOG_FORMAT = 1
@@ -176,6 +178,37 @@ class RankLog(msgspec.Struct, frozen=True, kw_only=True):
     main: int = 0
     gone: dict[int, str] = {}
     format: int = LOG_FORMAT
+
+
+def inferred_log(
+    *,
+    rank: int,
+    ranks: tuple[int, ...],
+    reason: str,
+    groups: Sequence[GroupLog],
+    calls: Sequence[CallLog],
+    job: str = "",
+    now_ns: int = 0,
+    is_on_device: bool = True,
+    gone: dict[int, str] | None = None,
+) -> RankLog:
+    """Return a log made from what others have recorded of a rank. Of one ``is_on_device`` a thread (1, 2, ...) waits in
+    each call that the device is in; where it is in none, one of the host (0), which no call holds."""
+    waits = [WaitLog.of(call, call.thread) for call in calls if is_on_device and call.thread > 0]
+    return as_foreign(
+        RankLog(
+            job=job,
+            rank=rank,
+            ranks=ranks,
+            reason=reason,
+            now_ns=now_ns,
+            groups=tuple(groups),
+            calls=tuple(calls),
+            waits=tuple(waits),
+            hidden=(tuple(wait.thread for wait in waits) or (0,)) if is_on_device else (),
+            gone=gone or {},
+        )
+    )
 
 
 def as_foreign(log: RankLog) -> RankLog:

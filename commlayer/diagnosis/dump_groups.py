@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from commlayer.diagnosis.call_logs import GroupLog
 from commlayer.diagnosis.evidence_files import named
 from commlayer.diagnosis.recorder_dumps import RANK_LIMIT, Dump, Entry
 from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.printable import printable, shortened
 
-__all__ = ["DumpGroup", "DumpGroups", "collective_kind", "contradicted_lists", "entry_bytes", "entry_dtype"]
+__all__ = ["DumpGroups", "collective_kind", "contradicted_lists", "entry_bytes", "entry_dtype"]
 
 _KINDS = (
     ("barrier", "barrier"),
@@ -52,16 +52,6 @@ _DTYPES = {
 """Names of dtypes in dumps, and the dtype's name and bytes."""
 
 
-@dataclass(frozen=True)
-class DumpGroup:
-    """A group: ``name`` and ``description`` as recorded; ``ranks``: global, in the group's order; ``key``: no other group's."""
-
-    name: str
-    description: str
-    ranks: tuple[int, ...]
-    key: str
-
-
 class DumpGroups:
     """The groups of a job, from all its dumps. ``inferred``: names of groups whose members no dump lists; ``made_at``:
     when each collective was first made, by the group's name and its number; ``lossy``: ranks whose rings have lost calls."""
@@ -94,7 +84,11 @@ class DumpGroups:
                 ranks |= silent
                 users[name] |= silent if len(silent) == lacking else set()
         self.ranks = tuple(sorted(ranks))
-        self.made_at = _made_at(dumps)
+        self.made_at: dict[str, dict[int, int]] = {}
+        for entry in (entry for dump in dumps for entry in dump.entries):
+            times = self.made_at.setdefault(entry.process_group[0], {})
+            number, created_ns = entry.collective_seq_id, entry.time_created_ns
+            times[number] = min(times.get(number, created_ns), created_ns)
         self.lossy = {dump.rank for dump in dumps if dump.lost}
         self.users = {name: tuple(sorted(each)) for name, each in users.items()}
 
@@ -104,7 +98,7 @@ class DumpGroups:
         names = [shortened(printable(self.descriptions.get(name, name), keep="")) for name in self.inferred]
         return counted(len(names), "group") + f" ({', '.join(names[:8])}{', …' if len(names) > 8 else ''})"
 
-    def group(self, dump: Dump, name: str) -> DumpGroup:
+    def group(self, dump: Dump, name: str) -> GroupLog:
         """The group that ``dump`` calls ``name``. Raises UsageError if its rank is not among those that are listed for it."""
         description = self.descriptions.get(name, "")
         ranks = dump.group_ranks.get(name)
@@ -118,7 +112,8 @@ class DumpGroups:
                 f"{named(dump.path)}: expected rank {dump.rank} to be in its group {shortened(name)}, got ranks "
                 f"{', '.join(map(str, ranks[:16])) or 'that differ'}: give the dumps of one job, with their own names"
             )
-        return DumpGroup(name, description, ranks, f"{name}|{','.join(map(str, ranks))}")
+        key = f"{name}|{','.join(map(str, ranks))}"
+        return GroupLog(key=key, name=name, ranks=ranks, description=description)
 
 
 def contradicted_lists(dumps: Sequence[Dump]) -> set[tuple[str, tuple[int, ...]]]:
@@ -149,17 +144,6 @@ def contradicted_lists(dumps: Sequence[Dump]) -> set[tuple[str, tuple[int, ...]]
         for (name, ranks), count in having.items()
         if 0 < against[name, ranks] >= count or outside.get(name, 0) > count
     }
-
-
-def _made_at(dumps: Sequence[Dump]) -> dict[str, dict[int, int]]:
-    """When each collective was first made by anybody, by its group's name and its number."""
-    made_at: dict[str, dict[int, int]] = {}
-    for dump in dumps:
-        for entry in dump.entries:
-            times = made_at.setdefault(entry.process_group[0], {})
-            number, created_ns = entry.collective_seq_id, entry.time_created_ns
-            times[number] = min(times.get(number, created_ns), created_ns)
-    return made_at
 
 
 def _least_sizes(dumps: Sequence[Dump]) -> dict[str, int]:

@@ -21,6 +21,7 @@ Rejected: judging each group by itself, as torch's analyzer does: a circle over 
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -35,13 +36,11 @@ from commlayer.diagnosis.call_logs import (
     MessageCount,
     RankLog,
     Site,
-    WaitLog,
-    as_foreign,
+    inferred_log,
 )
 from commlayer.diagnosis.causes import with_cause
 from commlayer.diagnosis.diagnosis_words import ranks_words
 from commlayer.diagnosis.dump_groups import (
-    DumpGroup,
     DumpGroups,
     collective_kind,
     contradicted_lists,
@@ -96,7 +95,9 @@ def diagnose_dumps(
             *([_LEFT_OUT.format(counted(left_out, "call"))] if left_out else []),
             *_assumed(diagnosis, logs, groups, is_on_device=is_on_device),
         ),
-        open=(*_held_words(dumps, diagnosis), *_open(dumps, outdated, has_messages=has_messages)),
+    )
+    diagnosis = msgspec.structs.replace(
+        diagnosis, open=tuple(_open(dumps, diagnosis, outdated, has_messages=has_messages))
     )
     doubts = [] if is_on_device else [_IN_MESSAGE if has_messages else _NO_MESSAGES]
     doubts += [_IN_OWN_GROUP] if left_out else []
@@ -188,7 +189,13 @@ def _refuted(dumps: Sequence[Dump], logs: Sequence[RankLog]) -> Iterator[int]:
     for dump, log in zip(dumps, logs, strict=True):
         for group in log.groups:
             if group.done and not group.is_assumed:
-                ended.setdefault(group.key, []).append((group, log.now_ns, _ended_at(dump, group.name)))
+                ended_at = {  # by number, where that is recorded
+                    entry.collective_seq_id: entry.time_discovered_completed_ns
+                    for entry in dump.entries
+                    if (entry.process_group[0], entry.message) == (group.name, None)
+                    and entry.time_discovered_completed_ns
+                }
+                ended.setdefault(group.key, []).append((group, log.now_ns, ended_at))
     newest_ns = max((log.now_ns for log in logs), default=0)
     for dump, log in zip(dumps, logs, strict=True):
         if newest_ns <= log.now_ns + _CLOCKS_APART_NS:
@@ -228,15 +235,6 @@ def _of_earlier_run(logs: Sequence[RankLog]) -> Iterator[int]:
             yield log.rank
 
 
-def _ended_at(dump: Dump, name: str) -> dict[int, int]:
-    """When collectives of a group were seen to have ended, by their numbers, where that is recorded."""
-    return {
-        entry.collective_seq_id: entry.time_discovered_completed_ns
-        for entry in dump.entries
-        if entry.process_group[0] == name and entry.message is None and entry.time_discovered_completed_ns
-    }
-
-
 def _assumed(diagnosis: Diagnosis, logs: Sequence[RankLog], groups: DumpGroups, *, is_on_device: bool) -> Iterator[str]:
     """The sentences on what was taken for granted in the reading of dumps."""
     if groups.inferred:
@@ -247,7 +245,16 @@ def _assumed(diagnosis: Diagnosis, logs: Sequence[RankLog], groups: DumpGroups, 
             if is_on_device
             else "a thread is taken to wait in its last call: Gloo does not record which calls are asynchronous"
         )
-    yield from _lost_words(logs)
+    in_flight = {group.key for log in logs for group in log.groups if group.done < group.issued}
+    lost: dict[tuple[str, int], list[int]] = {}
+    for rank, group in ((log.rank, group) for log in logs for group in log.groups):
+        if group.is_assumed and group.key in in_flight:
+            lost.setdefault((str(group), group.issued), []).append(rank)
+    for (group_name, number), ranks in list(lost.items())[:_MOST_LOST]:
+        yield (
+            f"{listed('rank', ranks, 8)} made no call of group {group_name}{f' after #{number}' if number else ''}: the ring "
+            "has lost what is older than the calls in it (TORCH_FR_BUFFER_SIZE makes it longer)"
+        )
 
 
 # What the recorders leave out
@@ -281,50 +288,34 @@ def _has_messages(dumps: Sequence[Dump]) -> bool:
     return False
 
 
-def _open(dumps: Sequence[Dump], outdated: Collection[int], *, has_messages: bool) -> Iterator[str]:
-    """The sentences on what cannot be told: of ranks whose dumps are outdated, and where messages are not recorded."""
-    if outdated:
-        yield (
-            f"cannot tell what {ranks_words(sorted(outdated))} did after the dump, which is older than the others: "
-            "give the dumps of one moment"
-        )
+def _open(
+    dumps: Sequence[Dump], diagnosis: Diagnosis, outdated: Collection[int], *, has_messages: bool
+) -> Iterator[str]:
+    """The sentences on what cannot be told: of devices that have begun none of the calls that are enqueued, where nothing
+    else is found, of ranks whose dumps are outdated, and where messages are not recorded."""
     entries = [entry for dump in dumps for entry in dump.entries]
-    is_on_host = bool(entries) and all(entry.is_on_host for entry in entries)
-    if has_messages or (is_on_host and all(entry.has_ended for entry in entries)):
-        yield (
-            "cannot tell who waits in messages: Gloo's recorder leaves them out"
-            f"{'' if has_messages else ', and no rank is in a collective'}"
-        )
-
-
-def _held_words(dumps: Sequence[Dump], diagnosis: Diagnosis) -> Iterator[str]:
-    """The sentence on devices that have begun none of the calls that are enqueued, where nothing else is found."""
     held = {
-        dump.rank: entry
+        dump.rank
         for dump in dumps
         for entry in dump.entries
-        if not (entry.is_on_host or entry.has_begun) and _is_past_timeout(entry, dump.written_ns)
+        if not (entry.is_on_host or entry.has_begun) and _is_overdue(entry, dump.written_ns)
     }
     if held and not (diagnosis.findings or diagnosis.waits or diagnosis.under_way):
         yield (
             f"cannot tell what holds up {ranks_words(sorted(held))}: calls are enqueued there, and no device has begun "
             "them within their timeout. Something before them in the stream does not end, which dumps do not record"
         )
-
-
-def _lost_words(logs: Sequence[RankLog]) -> list[str]:
-    """The ranks whose rings have lost all calls of a group in which others wait."""
-    in_flight = {group.key for log in logs for group in log.groups if group.done < group.issued}
-    lost: dict[tuple[str, int], list[int]] = {}
-    for log in logs:
-        for group in log.groups:
-            if group.is_assumed and group.key in in_flight:
-                lost.setdefault((str(group), group.issued), []).append(log.rank)
-    return [
-        f"{listed('rank', ranks, 8)} made no call of group {group}{f' after #{number}' if number else ''}: the ring has "
-        "lost what is older than the calls in it (TORCH_FR_BUFFER_SIZE makes it longer)"
-        for (group, number), ranks in list(lost.items())[:_MOST_LOST]
-    ]
+    if outdated:
+        yield (
+            f"cannot tell what {ranks_words(sorted(outdated))} did after the dump, which is older than the others: "
+            "give the dumps of one moment"
+        )
+    is_on_host = bool(entries) and all(entry.is_on_host for entry in entries)
+    if has_messages or (is_on_host and all(entry.has_ended for entry in entries)):
+        yield (
+            "cannot tell who waits in messages: Gloo's recorder leaves them out"
+            f"{'' if has_messages else ', and no rank is in a collective'}"
+        )
 
 
 def _doubted(
@@ -337,28 +328,24 @@ def _doubted(
     are left out.
     """
     waits = []
+    written_ns = {dump.rank: dump.written_ns for dump in dumps}
     for missing in diagnosis.waits:
         rank = missing.call.rank
         if missing.why == "silent" and rank in outdated:
             missing = msgspec.structs.replace(missing, doubt=_OLDER)
         is_known = missing.at is not None or missing.certainty == "unknown"
         of_it = [] if is_known else list(doubts)
-        if not _has_timed_out(dumps, rank):
+        # A dump says no more than when it was written.
+        if not any(
+            _is_overdue(entry, min(dump.written_ns, written_ns.get(rank, dump.written_ns)))
+            for dump in dumps
+            for entry in dump.entries
+        ):
             of_it.append(_ONLY_LATE)
-        for doubt, certainty in of_it if missing.why == "late" else ():
-            missing = msgspec.structs.replace(
-                missing,
-                doubt="; ".join(filter(None, (missing.doubt, doubt))),
-                certainty=min(missing.certainty, certainty, key=("unknown", "likely", "proven").index),
-            )
+        for doubt in of_it if missing.why == "late" else ():
+            missing = missing.doubted(*doubt)
         waits.append(missing)
     return msgspec.structs.replace(diagnosis, waits=tuple(waits))
-
-
-def _has_timed_out(dumps: Sequence[Dump], rank: int) -> bool:
-    """Whether a call had taken as long as its timeout when the dump of ``rank`` was written, which says no more than that."""
-    written_ns = [dump.written_ns for dump in dumps if dump.rank == rank]
-    return any(_is_past_timeout(entry, min([dump.written_ns, *written_ns])) for dump in dumps for entry in dump.entries)
 
 
 # Logs
@@ -370,7 +357,7 @@ class _Record:
     the call's among its group's, or the message's among those of its line."""
 
     entry: Entry
-    group: DumpGroup
+    group: GroupLog
     peer: int
     number: int
 
@@ -412,31 +399,28 @@ def _log(dump: Dump, groups: DumpGroups, reading: str) -> RankLog:
     order = {group.key: place for place, group in enumerate(own)}
     is_on_host = all(record.entry.is_on_host for record in records)
     begun = records if is_on_host else _begun(records, reading)
-    # A device's rank has a thread for each call that the device is in; without any, one for a host that no call holds.
-    in_flight = {} if is_on_host else {id(record): index for index, record in enumerate(_in_flight(begun), 1)}
-    calls, waits = [], []
+    # A device's rank has a thread for each call that the device is in, the oldest of each line that has not ended.
+    oldest: dict[tuple[str, str, int], int] = {}
+    for record in begun:
+        if not (is_on_host or record.entry.has_ended):
+            oldest.setdefault(record.line, id(record))
+    threads = {record: index for index, record in enumerate(oldest.values(), 1)}
+    calls = []
     for record in records:
-        thread = _thread(record.entry) if is_on_host else in_flight.get(id(record), NO_THREAD)
-        call = _call(record, order[record.group.key], thread, is_on_host=is_on_host)
-        calls.append(call)
-        if id(record) in in_flight:
-            waits.append(WaitLog.of(call, thread))
+        thread = _thread(record.entry) if is_on_host else threads.get(id(record), NO_THREAD)
+        calls.append(_call(record, order[record.group.key], thread, is_on_host=is_on_host))
     now_ns = max([dump.written_ns, *(record.entry.time_created_ns for record in records)])
-    return as_foreign(
-        RankLog(
-            job="",
-            rank=dump.rank,
-            ranks=groups.ranks,
-            reason="timeout" if any(_is_overdue(record.entry, now_ns) for record in records) else "asked",
-            now_ns=now_ns,
-            groups=(
-                *(_group_log(group, [each for each in begun if each.group is group]) for group in own),
-                *_lost_groups(dump, groups),
-            ),
-            calls=tuple(calls),
-            waits=tuple(waits),
-            hidden=() if is_on_host else tuple(in_flight.values()) or (0,),
-        )
+    return inferred_log(
+        rank=dump.rank,
+        ranks=groups.ranks,
+        reason="timeout" if any(_is_overdue(each.entry, now_ns, _LONG_WAIT_S) for each in records) else "asked",
+        now_ns=now_ns,
+        groups=(
+            *(_group_log(group, [each for each in begun if each.group is group]) for group in own),
+            *_lost_groups(dump, groups),
+        ),
+        calls=calls,
+        is_on_device=not is_on_host,
     )
 
 
@@ -458,15 +442,6 @@ def _begun(records: Sequence[_Record], reading: str) -> list[_Record]:
         return (entry.pg_id, entry.p2p_seq_id) == (oldest.pg_id, oldest.p2p_seq_id)
 
     return [record for record in records if record.entry.has_ended or is_with_oldest(record.entry)]
-
-
-def _in_flight(begun: Sequence[_Record]) -> list[_Record]:
-    """The calls that the device is in: the oldest of each line that has begun and has not ended."""
-    oldest: dict[tuple[str, str, int], _Record] = {}
-    for record in begun:
-        if not record.entry.has_ended:
-            oldest.setdefault(record.line, record)
-    return list(oldest.values())
 
 
 def _thread(entry: Entry) -> int:
@@ -494,16 +469,13 @@ def _call(record: _Record, place: int, thread: int, *, is_on_host: bool) -> Call
     )
 
 
-def _group_log(group: DumpGroup, begun: Sequence[_Record]) -> GroupLog:
+def _group_log(group: GroupLog, begun: Sequence[_Record]) -> GroupLog:
     collectives = [record for record in begun if record.entry.message is None]
     messages = Counter((record.entry.message.kind, record.peer) for record in begun if record.entry.message)
     issued = max((record.number for record in collectives), default=0)
     open_numbers = [record.number for record in collectives if not record.entry.has_ended]
-    return GroupLog(
-        key=group.key,
-        name=group.name,
-        ranks=group.ranks,
-        description=group.description,
+    return msgspec.structs.replace(
+        group,
         issued=issued,
         done=min(open_numbers) - 1 if open_numbers else issued,
         messages=tuple(MessageCount(kind, peer, 0, count) for (kind, peer), count in messages.items()),
@@ -520,25 +492,10 @@ def _lost_groups(dump: Dump, groups: DumpGroups) -> Iterator[GroupLog]:
             continue
         made_at = groups.made_at.get(name, {})
         newest = max((number for number, at_ns in made_at.items() if at_ns <= oldest_ns), default=0)
-        group = groups.group(dump, name)
-        yield GroupLog(
-            key=group.key,
-            name=group.name,
-            ranks=group.ranks,
-            description=group.description,
-            issued=newest,
-            done=newest,
-            is_assumed=True,
-        )
+        yield msgspec.structs.replace(groups.group(dump, name), issued=newest, done=newest, is_assumed=True)
 
 
-def _is_past_timeout(entry: Entry, now_ns: int) -> bool:
-    """Whether a call has taken as long as its own timeout; without one, a minute."""
-    limit_s = entry.timeout_ms / 1e3 or _LONG_WAIT_S
-    return not entry.has_ended and now_ns - entry.time_created_ns >= limit_s * 1e9
-
-
-def _is_overdue(entry: Entry, now_ns: int) -> bool:
-    """Whether a call has taken as long as its timeout, or a minute."""
-    limit_s = min(entry.timeout_ms / 1e3 or _LONG_WAIT_S, _LONG_WAIT_S)
+def _is_overdue(entry: Entry, now_ns: int, most_s: float = math.inf) -> bool:
+    """Whether a call has taken as long as its own timeout (without one, a minute), or ``most_s``."""
+    limit_s = min(entry.timeout_ms / 1e3 or _LONG_WAIT_S, most_s)
     return not entry.has_ended and now_ns - entry.time_created_ns >= limit_s * 1e9

@@ -21,7 +21,7 @@ from typing import Annotated
 
 import msgspec
 
-from commlayer.diagnosis.call_logs import CallLog, GroupLog, RankLog, Site, WaitLog, as_foreign
+from commlayer.diagnosis.call_logs import CallLog, GroupLog, RankLog, Site, inferred_log
 from commlayer.diagnosis.diagnosis_words import ranks_words
 from commlayer.diagnosis.dump_groups import collective_kind
 from commlayer.diagnosis.findings import Diagnosis, diagnose
@@ -181,7 +181,13 @@ def read_ras(name: str, data: bytes) -> RasOutput:
         text = _Text()
         for line in data.decode("utf-8", "replace").splitlines():
             text.take(line[:200])
-        return RasOutput(name, text.sound(), checksum=zlib.crc32(data), notes=text.remarks())
+        # Those of which no rank is beyond their size, and what it says of processes and errors.
+        sound = (each for each in text.communicators.values() if max((*each.counts, *each.silent, 0)) < each.size)
+        notes = (
+            f"RAS writes {of}: {printable('; '.join(lines[:_MOST_NOTES]), keep='')}"
+            for of, lines in itertools.islice(text.notes.items(), _MOST_NOTES)
+        )
+        return RasOutput(name, tuple(sound), checksum=zlib.crc32(data), notes=tuple(notes))
     content = parse_record(data, _RasJson, name, "the output of ncclras -f json")
     for each in content.communicators:
         places = [rank.rank for rank in each.ranks] + [rank.rank for rank in each.missing_ranks]
@@ -194,14 +200,14 @@ def read_ras(name: str, data: bytes) -> RasOutput:
 
 
 def _of_json(content: _JsonCommunicator) -> RasCommunicator:
-    missing = {each.rank: each.status.considered_dead for each in content.missing_ranks}
+    dead = {each.rank for each in content.missing_ranks if each.status.considered_dead}
     return RasCommunicator(
         key=printable(f"{content.hash}:{content.secondary_hash}", keep=""),
         size=content.size,
         counts={each.rank: dict(each.collective_counts) for each in content.ranks},
         processes={each.rank: (each.host, each.pid, each.cuda_dev) for each in content.ranks},
-        dead={rank for rank, is_dead in missing.items() if is_dead},
-        silent={rank for rank, is_dead in missing.items() if not is_dead},
+        dead=dead,
+        silent={each.rank for each in content.missing_ranks} - dead,
     )
 
 
@@ -223,46 +229,24 @@ class _Text:
         if row:
             self.sizes[row[1]] = int(row[2])
         elif head or of_job:
-            self.at = self._communicator(head[1], head[2]) if head else None
+            self.at = None
+            size = self.sizes.get(head[1], 0) if head else 0
+            if head and 0 < size <= _MOST_RANKS and len(self.communicators) < _MOST_COMMUNICATORS:
+                self.at = self.communicators.setdefault(head[2], RasCommunicator(f"0x{head[2]}", size))
             self.section, self.kind = head[3] if head else line.strip(), ""
         elif self.section == "MISMATCH":
-            self._take_mismatch(line)
+            if line.startswith("  Communicator ranks have different"):
+                different = _DIFFERENT.match(line)
+                self.kind, self.common = different[1] if different else "", -1
+            elif self.at is not None and self.kind:
+                self._take_count(self.at, line)
         elif self.section and line[:2] == "  ":
             of = f" of communicator {self.at.key}" if self.at else ""
             self.notes.setdefault(f"{self.section}{of}", []).append(line.strip())
             if self.at and self.section == "INCOMPLETE":
-                self._take_missing(self.at, line)
-
-    def sound(self) -> tuple[RasCommunicator, ...]:
-        """The communicators of which no rank is beyond their size."""
-        return tuple(each for each in self.communicators.values() if max((*each.counts, *each.silent, 0)) < each.size)
-
-    def remarks(self) -> tuple[str, ...]:
-        """The remarks of the text on processes and errors."""
-        return tuple(
-            f"RAS writes {of}: {printable('; '.join(lines[:_MOST_NOTES]), keep='')}"
-            for of, lines in itertools.islice(self.notes.items(), _MOST_NOTES)
-        )
-
-    def _communicator(self, group: str, key: str) -> RasCommunicator | None:
-        size = self.sizes.get(group, 0)
-        if not 0 < size <= _MOST_RANKS or len(self.communicators) >= _MOST_COMMUNICATORS:
-            return None
-        return self.communicators.setdefault(key, RasCommunicator(f"0x{key}", size))
-
-    def _take_missing(self, at: RasCommunicator, line: str) -> None:
-        listed_rank, missing = _LISTED.match(line), _MISSING.match(line)
-        if listed_rank:
-            at.silent.add(int(listed_rank[1]))
-        elif missing:
-            at.silent.update(int(rank) for rank in re.findall(r"\d{1,9}", missing[1]))
-
-    def _take_mismatch(self, line: str) -> None:
-        different = _DIFFERENT.match(line)
-        if different or line.startswith("  Communicator ranks have different"):
-            self.kind, self.common = different[1] if different else "", -1
-        elif self.at is not None and self.kind:
-            self._take_count(self.at, line)
+                listed_rank, missing = _LISTED.match(line), _MISSING.match(line)
+                ranks = re.findall(r"\d{1,9}", missing[1]) if missing else []
+                self.at.silent.update(map(int, [listed_rank[1]] if listed_rank else ranks))
 
     def _take_count(self, at: RasCommunicator, line: str) -> None:
         """Take the counts of a line. The first is the most frequent one."""
@@ -291,53 +275,39 @@ def diagnose_ras(outputs: Sequence[RasOutput]) -> dict[str, tuple[list[RankLog],
     All communicators are judged together where one has all processes, whose ranks are the job's
     then; each by itself otherwise.
     """
-    *earlier, last = sorted(_distinct(outputs), key=lambda output: output.moment)
+    distinct: list[RasOutput] = []
+    for output in outputs:  # an archive may lie beside its files
+        if not any(output.is_copy_of(other) for other in distinct):
+            distinct.append(output)
+    *earlier, last = sorted(distinct, key=lambda output: output.moment)
     before = next((each for each in reversed(earlier) if last.is_long_after(each)), None)
     progress = _progress(last, before)
     ranks_of = _job_ranks(last.communicators)
-    if ranks_of is not None:
-        return {"": _judged(last.communicators, ranks_of, last, progress)}
+    if ranks_of is not None or not last.communicators:
+        return {"": _judged(last.communicators, ranks_of or {}, last, progress)}
     results = {}
     for each in last.communicators:
         own = {each.key: {rank: rank for rank in range(each.size)}}
         results[f"communicator {each.key}"] = _judged((each,), own, last, progress)
-    if len(results) == 1:
-        return {"": next(iter(results.values()))}
-    return results or {"": _judged((), {}, last, progress)}
+    return results if len(results) > 1 else {"": next(iter(results.values()))}
 
 
-def _distinct(outputs: Sequence[RasOutput]) -> list[RasOutput]:
-    """The outputs without copies, such as those of an archive beside its files."""
-    distinct: list[RasOutput] = []
-    for output in outputs:
-        if not any(output.is_copy_of(other) for other in distinct):
-            distinct.append(output)
-    return distinct
-
-
-@dataclass(frozen=True)
-class _Progress:
-    """The progress between two outputs. ``stands_still``: some ranks are behind others or dead, and
-    none has launched a call; ``open``, ``assumed``, ``remarks``: sentences."""
-
-    stands_still: bool
-    open: tuple[str, ...] = ()
-    assumed: tuple[str, ...] = ()
-    remarks: tuple[str, ...] = ()
+_Progress = tuple[bool, dict[str, tuple[str, ...]]]
 
 
 def _progress(last: RasOutput, before: RasOutput | None) -> _Progress:
+    """Whether some ranks are behind others or dead, and none has launched a call between two outputs; and sentences, by
+    the field of a diagnosis that they belong to."""
     has_trouble = any(_differ(each) or each.untold or each.dead for each in last.communicators)
     if before is None:
         is_open = has_trouble or any(each.silent for each in last.communicators)
-        sentences = (_ONE_OUTPUT,)
-        return _Progress(False, open=sentences) if is_open else _Progress(False, remarks=sentences)
+        return False, {"open" if is_open else "remarks": (_ONE_OUTPUT,)}
     of_key = {each.key: each for each in before.communicators}
     if not all(each.is_as(of_key.get(each.key)) for each in last.communicators):
-        return _Progress(False, remarks=(_GOES_ON,))
+        return False, {"remarks": (_GOES_ON,)}
     if not has_trouble:
-        return _Progress(False, open=(_EVEN,) if last.communicators else ())
-    return _Progress(True, assumed=(_LAST_IN_FLIGHT, *(() if last.moment else (_UNLISTED_STAND,))))
+        return False, {"open": (_EVEN,) if last.communicators else ()}
+    return True, {"assumed": (_LAST_IN_FLIGHT, *(() if last.moment else (_UNLISTED_STAND,)))}
 
 
 def _differ(communicator: RasCommunicator) -> bool:
@@ -367,15 +337,13 @@ def _judged(
     last: RasOutput,
     progress: _Progress,
 ) -> tuple[list[RankLog], Diagnosis]:
+    stands_still, sentences = progress
     ranks = tuple(sorted({rank for of in ranks_of.values() for rank in of.values()}))
     dead = {ranks_of[each.key].get(rank, -1) for each in communicators for rank in each.dead} - {-1}
     silent = {ranks_of[each.key].get(rank, -1) for each in communicators for rank in each.silent} - {-1}
-    logs = [
-        _log(rank, ranks, communicators, ranks_of, dead, is_over=progress.stands_still)
-        for rank in ranks
-        if rank not in dead | silent
-    ]
-    open_ = [*progress.open, *last.notes]
+    reason = "timeout" if stands_still else "asked"
+    logs = [_log(rank, ranks, communicators, ranks_of, dead, reason) for rank in ranks if rank not in dead | silent]
+    open_ = [*sentences.get("open", ()), *last.notes]
     if dead:
         open_.append(f"RAS considers {ranks_words(sorted(dead))} dead")
     if silent:
@@ -386,16 +354,13 @@ def _judged(
         for each in communicators
         for kind in each.untold
     ]
-    is_over = progress.stands_still or bool(dead)
-    diagnosis = msgspec.structs.replace(
-        diagnose(logs),
-        is_timeout=is_over,
-        open=tuple(open_),
-        assumed=progress.assumed,
-        remarks=progress.remarks,
+    diagnosis = diagnose(logs)
+    return logs, msgspec.structs.replace(
+        diagnosis,
+        waits=tuple(each.doubted(_IN_MESSAGE, each.certainty) for each in diagnosis.waits),
+        is_timeout=stands_still or bool(dead),
+        **{**sentences, "open": tuple(open_)},
     )
-    waits = [msgspec.structs.replace(each, doubt=_IN_MESSAGE) for each in diagnosis.waits]
-    return logs, msgspec.structs.replace(diagnosis, waits=tuple(waits))
 
 
 def _log(
@@ -404,57 +369,32 @@ def _log(
     communicators: Sequence[RasCommunicator],
     ranks_of: dict[str, dict[int, int]],
     dead: set[int],
-    *,
-    is_over: bool,
+    reason: str,
 ) -> RankLog:
     """The log of a rank: it waits in the last call of each kind of which others have launched
     fewer."""
-    groups, calls, waits = [], [], []
+    groups, calls = [], []
     for each in communicators:
         members = ranks_of[each.key]
         told = each.told
-        own = next((counts for place, counts in told.items() if members.get(place) == rank), None)
-        if own is None:
-            continue
+        own = next((counts for place, counts in told.items() if members.get(place) == rank), {})
         for kind, count in own.items():
             counts = [other.get(kind, 0) for other in told.values()]
             is_ahead = count > 0 and (count > min(counts) or (bool(each.dead) and count == max(counts)))
             if len(set(counts)) == 1 and not is_ahead:
                 continue
-            key = f"{each.key}|{kind}"
-            of = tuple(sorted(members.values()))
+            key, of = f"{each.key}|{kind}", tuple(sorted(members.values()))
             groups.append(GroupLog(key=key, name=each.key, ranks=of, issued=count, done=count - is_ahead))
             if is_ahead:
-                thread, site = len(groups), Site("", 0, "")
                 calls.append(
                     CallLog(
                         group=len(groups) - 1,
                         number=count,
                         kind=collective_kind(kind),
-                        site=site,
-                        thread=thread,
+                        site=Site("", 0, ""),
+                        thread=len(groups),
                         is_async=True,
                     )
                 )
-                waits.append(
-                    WaitLog(
-                        thread=thread,
-                        group=len(groups) - 1,
-                        kind=collective_kind(kind),
-                        number=count,
-                        site=site,
-                    )
-                )
-    return as_foreign(
-        RankLog(
-            job="",
-            rank=rank,
-            ranks=ranks,
-            reason="timeout" if is_over else "asked",
-            groups=tuple(groups),
-            calls=tuple(calls),
-            waits=tuple(waits),
-            hidden=tuple(wait.thread for wait in waits) or (0,),
-            gone=dict.fromkeys(sorted(dead), "RAS considers it dead"),
-        )
-    )
+    gone = dict.fromkeys(sorted(dead), "RAS considers it dead")
+    return inferred_log(rank=rank, ranks=ranks, reason=reason, groups=groups, calls=calls, gone=gone)

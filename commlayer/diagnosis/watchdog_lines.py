@@ -66,6 +66,7 @@ _STATUS = re.compile(
 )
 _STACK = "Stack trace of the failed collective:"
 _FRAME = re.compile(r"#(\d{1,4}) (.{1,200}?) from (\S{1,500}):(\d{1,9})\s*$")
+_OURS = re.compile(r"WorkNCCL\(|enqueued ")
 _REPEATED = re.compile(r"\[repeated (\d{1,9})x across cluster\]")
 
 
@@ -114,6 +115,11 @@ class RankReport:
     rank: int
     groups: dict[str, GroupReport] = field(default_factory=dict)
     last_ns: int = 0
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Tell whether a call of the rank has timed out."""
+        return any(group.call for group in self.groups.values())
 
 
 @dataclass(frozen=True)
@@ -165,9 +171,8 @@ def read_watchdog_lines(texts: Iterable[tuple[str, bytes]]) -> WatchdogLines:
     for name, data in texts:
         lines = re.split(r"[\r\n]+", data.decode("utf-8", "replace"))
         events += _events(lines, rank_in_name(name))
-        repeated += sum(
-            int(match[1]) for line in lines for match in [_REPEATED.search(line)] if match and _is_ours(line)
-        )
+        for match in map(_REPEATED.search, filter(_OURS.search, lines)):
+            repeated += int(match[1]) if match else 0
     remarks = []
     if repeated:
         remarks.append(f"Ray has left out {repeated} such lines of other ranks: run the job with RAY_DEDUP_LOGS=0")
@@ -180,14 +185,11 @@ def read_watchdog_lines(texts: Iterable[tuple[str, bytes]]) -> WatchdogLines:
     last = _last_failure(placed)
     if len(last) < len(placed):
         remarks.append("lines of an earlier failure are left out: the job was started again")
-    reports: dict[tuple[str, int], RankReport] = {}
-    for (job, rank), of_rank in _by_rank(last).items():
-        reports[job, rank] = _report(job, rank, of_rank)
-    return WatchdogLines(tuple(reports[key] for key in sorted(reports)), tuple(remarks), are_thinned=repeated > 0)
-
-
-def _is_ours(line: str) -> bool:
-    return "WorkNCCL(" in line or "enqueued " in line
+    by_rank: dict[tuple[str, int], list[_Event]] = {}
+    for event in last:
+        by_rank.setdefault((event.job, event.rank), []).append(event)
+    reports = tuple(_report(*key, of_rank) for key, of_rank in sorted(by_rank.items()))
+    return WatchdogLines(reports, tuple(remarks), are_thinned=repeated > 0)
 
 
 def _events(lines: Sequence[str], rank_of_file: int | None) -> Iterator[_Event]:
@@ -195,22 +197,20 @@ def _events(lines: Sequence[str], rank_of_file: int | None) -> Iterator[_Event]:
     call."""
     stack_of: _Event | None = None
     frames: list[Site] = []
-    for full in lines:
+    for full in (*lines, ""):
         line = full[:_MOST_IN_LINE]
         frame = _FRAME.search(line[:_MOST_IN_FRAME]) if stack_of is not None else None
         if frame is not None and int(frame[1]) == len(frames):
             frames.append(Site(frame[3], int(frame[4]), frame[2]))
             continue
-        if stack_of is not None and frames:
-            yield replace(stack_of, site=_innermost(frames))
+        if stack_of is not None and frames:  # the innermost place that is not torch's; the innermost where each is
+            yield replace(stack_of, site=next((site for site in frames if "/torch/" not in site.file), frames[0]))
         stack_of, frames = None, []
-        event = _event(line, rank_of_file) if "ProcessGroupNCCL" in line or _is_ours(line) else None
+        event = _event(line, rank_of_file) if "ProcessGroupNCCL" in line or _OURS.search(line) else None
         if event is not None and _STACK in line:
             stack_of = event
         elif event is not None:
             yield event
-    if stack_of is not None and frames:
-        yield replace(stack_of, site=_innermost(frames))
 
 
 def _event(line: str, rank_of_file: int | None) -> _Event | None:
@@ -218,22 +218,27 @@ def _event(line: str, rank_of_file: int | None) -> _Event | None:
     no job has."""
     group, timed_out = _GROUP.search(line), _TIMED_OUT.search(line)
     start = min((match.start() for match in (group, timed_out) if match), default=len(line))
-    named = _LAUNCHED.findall(line[:start])
+    launched = _LAUNCHED.findall(line[:start])
     is_default = group is not None and (group["description"] == "default_pg" or group["id"] == "0")
-    rank = int(named[-1]) if named else int(group["place"]) if group and is_default else rank_of_file
+    rank = int(launched[-1]) if launched else int(group["place"]) if group and is_default else rank_of_file
     if group and is_default and rank != int(group["place"]):
         return None
     if (rank or 0) >= _MOST_RANKS or (group and int(group["place"]) >= _MOST_RANKS):
         return None
     ray = _RAY.search(line[:start])
     time_ns = _time_ns(line)
-    call = _call(timed_out, time_ns)
+    call = None
+    if timed_out is not None:
+        issued_ns = max(time_ns - int(timed_out["ran"]) * 10**6, 0) if time_ns else 0
+        elements, expected = (-1 if timed_out[end] is None else int(timed_out[end]) for end in ("sent", "expected"))
+        call = TimedOutCall(int(timed_out["number"]), timed_out["kind"], elements, expected, issued_ns, time_ns)
     place = int(timed_out["place"]) if timed_out else -1
     status = _STATUS.search(line)
     event = _Event(ray[1] if ray else "", -1 if rank is None else rank, time_ns, call=call, place=place)
     if group is None or (status is None and call is None):
         return event
-    name, description = printable(group["name"], keep=""), printable(_described(group), keep="")
+    described = group["description"] or ("default_pg" if group["id"] == "0" else "")
+    name, description = printable(group["name"], keep=""), printable(described, keep="")
     report = GroupReport(name, description, int(group["place"]), int(group["id"] or -1))
     if status is None:  # the exception that a watchdog ends with, some time after it had noticed
         late = call and replace(call, issued_ns=0, noticed_ns=0)
@@ -242,20 +247,6 @@ def _event(line: str, rank_of_file: int | None) -> _Event | None:
     if status["started"]:
         report.started = _number(status["started"]) or -1
     return replace(event, group=report, place=report.place, work=int(status["work"] or -1), call=None)
-
-
-def _described(group: re.Match[str]) -> str:
-    description = group["description"] or ""
-    return "default_pg" if group["id"] == "0" and not description else description
-
-
-def _call(match: re.Match[str] | None, time_ns: int) -> TimedOutCall | None:
-    """The call that a line of ``time_ns`` says has timed out."""
-    if match is None:
-        return None
-    issued_ns = max(time_ns - int(match["ran"]) * 10**6, 0) if time_ns else 0
-    elements, expected = (-1 if match[end] is None else int(match[end]) for end in ("sent", "expected"))
-    return TimedOutCall(int(match["number"]), match["kind"], elements, expected, issued_ns, time_ns)
 
 
 def _number(text: str) -> int:
@@ -276,11 +267,6 @@ def _time_ns(line: str) -> int:
     except ValueError:
         return 0
     return int(moment.timestamp()) * 10**9 + int(match[6].ljust(9, "0"))
-
-
-def _innermost(frames: Sequence[Site]) -> Site:
-    """The innermost place that is not torch's; the innermost of all where each is."""
-    return next((site for site in frames if "/torch/" not in site.file), frames[0])
 
 
 def _last_failure(events: Sequence[_Event]) -> list[_Event]:
@@ -308,13 +294,6 @@ def _falls(events: Sequence[_Event]) -> Iterator[tuple[int, int]]:
         latest[key] = event.time_ns, group.enqueued
 
 
-def _by_rank(events: Iterable[_Event]) -> dict[tuple[str, int], list[_Event]]:
-    by_rank: dict[tuple[str, int], list[_Event]] = {}
-    for event in events:
-        by_rank.setdefault((event.job, event.rank), []).append(event)
-    return by_rank
-
-
 def _report(job: str, rank: int, events: Sequence[_Event]) -> RankReport:
     """Put a rank's lines together: a call that timed out belongs to the group whose status names
     its number and place."""
@@ -335,10 +314,14 @@ def _report(job: str, rank: int, events: Sequence[_Event]) -> RankReport:
         group.completed = max(group.completed, event.group.completed)
         group.call = _named(group.call, event.call)
         matches = [each for each in calls if (each[0].number, each[1]) == (event.work, event.place)]
-        if matches and group.call is None:
-            group.call = _either([call for call, _ in matches])
-            if len(matches) == 1:  # each of several may be another group's
-                calls.remove(matches[0])
+        if group.call is None and len(matches) == 1:
+            group.call = matches[0][0]
+            calls.remove(matches[0])
+        elif group.call is None and matches:  # each may be another group's: as much as they share
+            kinds = {(call.kind, call.elements, call.expected) for call, _ in matches}
+            kind, elements, expected = kinds.pop() if len(kinds) == 1 else (EITHER, -1, -1)
+            noticed_ns = min(call.noticed_ns for call, _ in matches)
+            group.call = TimedOutCall(event.work, kind, elements, expected, issued_ns=0, noticed_ns=noticed_ns)
     return report
 
 
@@ -347,14 +330,3 @@ def _named(call: TimedOutCall | None, by: TimedOutCall | None) -> TimedOutCall |
     if by is None or (call is not None and (call.kind, call.number) != (EITHER, by.number)):
         return call
     return by if call is None else replace(call, kind=by.kind, elements=by.elements, expected=by.expected)
-
-
-def _either(calls: Sequence[TimedOutCall]) -> TimedOutCall:
-    """The call of a group that is one of ``calls``, which have one number: as much as they share."""
-    first = calls[0]
-    if len(calls) == 1:
-        return first
-    kinds = {(call.kind, call.elements, call.expected) for call in calls}
-    kind, elements, expected = kinds.pop() if len(kinds) == 1 else (EITHER, -1, -1)
-    noticed_ns = min(call.noticed_ns for call in calls)
-    return TimedOutCall(first.number, kind, elements, expected, issued_ns=0, noticed_ns=noticed_ns)

@@ -24,11 +24,11 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from commlayer.diagnosis.call_logs import CallLog, GroupLog, RankLog, WaitLog, as_foreign
+from commlayer.diagnosis.call_logs import CallLog, GroupLog, RankLog, inferred_log
 from commlayer.diagnosis.dump_groups import collective_kind
 from commlayer.diagnosis.findings import Cause, Cycle, Diagnosis, Mismatch, Missing, Waiter, diagnose
 from commlayer.diagnosis.program_ends import ProgramEnd, with_ends
-from commlayer.diagnosis.watchdog_lines import EITHER, GroupReport, RankReport, WatchdogLines
+from commlayer.diagnosis.watchdog_lines import EITHER, GroupReport, RankReport, TimedOutCall, WatchdogLines
 from commlayer.profiles.counted import counted, listed
 from commlayer.profiles.printable import shortened
 
@@ -55,15 +55,15 @@ _LEAST_KNOWN = 3
 
 @dataclass(frozen=True)
 class _Group:
-    """A group. ``ranks``: its members, as far as known; ``silent``: those of them that do not
-    report on it; ``is_complete``: whether there can be no others; ``is_in_mesh``: whether there are
+    """A group. ``reports``: by the rank that reports; ``ranks``: its members, as far as known;
+    ``is_complete``: whether there can be no others; ``is_in_mesh``: whether there are
     none by the mesh; ``fault``: why its numbers cannot be compared, empty: they can; ``followed_s``: for
     how long lines go on after its first timeout."""
 
     name: str
     description: str
+    reports: dict[int, GroupReport]
     ranks: tuple[int, ...]
-    silent: tuple[int, ...] = ()
     is_complete: bool = False
     is_in_mesh: bool = False
     fault: str = ""
@@ -71,6 +71,16 @@ class _Group:
 
     def __str__(self) -> str:
         return f"{self.description} ({self.name})" if self.description else self.name
+
+    @property
+    def silent(self) -> tuple[int, ...]:
+        """The members that do not report on it."""
+        return tuple(rank for rank in self.ranks if rank not in self.reports)
+
+    @property
+    def least_size(self) -> int:
+        """How many members it has at least, by the places that are reported."""
+        return max(2, 1 + max(report.place for report in self.reports.values()))
 
 
 def diagnose_watchdogs(
@@ -83,39 +93,42 @@ def diagnose_watchdogs(
     behind, and what to switch on.
     """
     if lines.remarks and not lines.reports:
-        diagnosis = Diagnosis(
-            findings=(),
-            waits=(),
-            ranks=(),
-            without=(),
-            is_timeout=True,
-            open=(*lines.remarks, _SWITCHES),
-        )
-        return {"": ([], diagnosis)}
+        sentences = (*lines.remarks, _SWITCHES)
+        return {"": ([], Diagnosis(findings=(), waits=(), ranks=(), without=(), is_timeout=True, open=sentences))}
     jobs: dict[str, list[RankReport]] = {}
     for report in lines.reports:
         jobs.setdefault(report.job, []).append(report)
+    is_only = len(jobs) == 1
     return {
-        job if len(jobs) > 1 else "": _diagnosed(
-            reports, lines.remarks, lines.are_thinned, ends if len(jobs) == 1 else ()
-        )
-        for job, reports in jobs.items()
+        "" if is_only else job: _diagnosed(reports, lines, ends if is_only else ()) for job, reports in jobs.items()
     }
 
 
 def _diagnosed(
-    reports: Sequence[RankReport], remarks: Sequence[str], are_thinned: bool, ends: Sequence[ProgramEnd]
+    reports: Sequence[RankReport], lines: WatchdogLines, ends: Sequence[ProgramEnd]
 ) -> tuple[list[RankLog], Diagnosis]:
     by_rank = {report.rank: report for report in reports}
-    size = _job_size(by_rank, ends)
+    # The job has as many ranks at least: up to the last one that is seen, or as many as a call gathers from.
+    gathered = max((count for each in reports for own in each.groups.values() for count in _sizes([own])), default=0)
+    last = gathered - 1 if gathered <= 2 * len(by_rank) else 0
+    size = max([*by_rank, *(end.rank for end in ends), last]) + 1
     groups = _groups(by_rank, {end.rank for end in ends}, size)
     ranks = tuple(sorted({*by_rank, *(rank for group in groups.values() for rank in group.ranks)}))
     logs = [_log(report, groups, ranks) for report in reports]
     diagnosis = with_ends(diagnose(logs), ends)
+    times = [sorted(own.call.issued_ns for own in each.groups.values() if own.call) for each in reports]
+    has_order = (
+        all(  # times are far enough from each other to tell in which order each rank's calls in flight were made
+            len(own) < 2
+            or (own[0] and all(later - earlier >= _LEAST_APART_NS for earlier, later in itertools.pairwise(own)))
+            for own in times
+        )
+    )
     assumed = []
-    if are_thinned:
-        diagnosis = msgspec.structs.replace(diagnosis, findings=_differing(diagnosis), waits=())
-    elif not diagnosis.findings and not _culprits(diagnosis) and _has_order(reports):
+    if lines.are_thinned:
+        differing = tuple(finding for finding in diagnosis.findings if isinstance(finding, Mismatch))
+        diagnosis = msgspec.structs.replace(diagnosis, findings=differing, waits=())
+    elif not diagnosis.findings and not _culprits(diagnosis) and has_order:
         in_order = [_log(report, groups, ranks, only_oldest=True) for report in reports]
         likely = diagnose(in_order)
         if any(isinstance(finding, Cycle) for finding in likely.findings):
@@ -125,9 +138,9 @@ def _diagnosed(
     is_found = bool(diagnosis.findings or waits)
     if is_found:
         assumed += _assumed(groups, diagnosis)
-    elif not are_thinned:
+    elif not lines.are_thinned:
         cause = _aside(by_rank, ends, size, max((group.followed_s for group in groups.values()), default=0.0))
-        under_way = () if cause else tuple(_met(diagnosis, groups, by_rank))
+        under_way = () if cause else tuple(_met(diagnosis, groups, reports))
         is_found = cause is not None and cause.certainty != "unknown"
         if under_way:
             assumed.append("a group has no members but those that report on it, and those of the same mesh")
@@ -137,8 +150,8 @@ def _diagnosed(
         under_way=under_way,
         cause=cause,
         assumed=tuple(assumed),
-        open=() if is_found else tuple(_open(groups, by_rank)),
-        remarks=(*remarks, *_messengers(groups, by_rank)),
+        open=() if is_found else tuple(_open(groups)),
+        remarks=(*lines.remarks, *_messengers(groups)),
     )
 
 
@@ -161,7 +174,7 @@ def _aside(by_rank: dict[int, RankReport], ends: Sequence[ProgramEnd], size: int
     one that is in no call, or the few without a line, where all others wait. The watchdog of a rank that
     lives hears of a timeout wherever its program is."""
     how = {end.rank: end.how for end in ends}
-    waiting = [rank for rank, report in sorted(by_rank.items()) if _is_in_flight(report)]
+    waiting = [rank for rank, report in sorted(by_rank.items()) if report.is_in_flight]
     lost = sorted(set(range(size)) - by_rank.keys() - how.keys())
     idle = [rank for rank in by_rank if rank not in waiting and rank not in how]
     if not waiting:
@@ -186,134 +199,104 @@ def _aside(by_rank: dict[int, RankReport], ends: Sequence[ProgramEnd], size: int
     return Cause(what=what, certainty=certainty, ranks=ranks, calls=(), words=words)
 
 
-def _met(diagnosis: Diagnosis, groups: dict[str, _Group], by_rank: dict[int, RankReport]) -> Iterator[Waiter]:
+def _met(diagnosis: Diagnosis, groups: dict[str, _Group], reports: Iterable[RankReport]) -> Iterator[Waiter]:
     """The waits in calls that all members that are known have come to. None where a rank is in no call, or a
     group lacks a member that is not known: what all wait for may be that one."""
     met: set[tuple[str, int]] = set()
-    if diagnosis.without or not all(map(_is_in_flight, by_rank.values())):
+    if diagnosis.without or not all(report.is_in_flight for report in reports):
         return
     for name, group in groups.items():
-        own = {rank: each.groups[name] for rank, each in by_rank.items() if name in each.groups}
-        numbers = {rank: report.call.number for rank, report in own.items() if report.call}
-        if numbers and (group.fault or not _has_all(group, own)):
+        numbers = {rank: report.call.number for rank, report in group.reports.items() if report.call}
+        has_all = group.is_complete or group.is_in_mesh or len(group.ranks) >= group.least_size
+        if numbers and (group.fault or not has_all):
             return
         if numbers and set(numbers) == set(group.ranks) and len(set(numbers.values())) == 1 < len(numbers):
             met.add((group.description or name, max(numbers.values())))
     yield from (waiter for waiter in diagnosis.under_way if (waiter.call.group, waiter.call.number) in met)
 
 
-def _has_all(group: _Group, own: dict[int, GroupReport]) -> bool:
-    """Tell whether no place of a group is empty that has to be taken, as far as ranks are known."""
-    last = max(report.place for report in own.values())
-    return group.is_complete or group.is_in_mesh or len(group.ranks) >= max(2, last + 1)
-
-
-def _is_in_flight(report: RankReport) -> bool:
-    return any(group.call for group in report.groups.values())
-
-
-def _differing(diagnosis: Diagnosis) -> tuple[Mismatch, ...]:
-    return tuple(finding for finding in diagnosis.findings if isinstance(finding, Mismatch))
-
-
 # Groups
-
-
-def _job_size(by_rank: dict[int, RankReport], ends: Sequence[ProgramEnd]) -> int:
-    """How many ranks the job has at least: the last one that is seen, or as many as a call gathers from."""
-    gathered = (count for report in by_rank.values() for group in report.groups.values() for count in _sizes([group]))
-    most = max(gathered, default=0)
-    return max([*by_rank, *(end.rank for end in ends), most - 1 if most <= 2 * len(by_rank) else 0]) + 1
 
 
 def _groups(by_rank: dict[int, RankReport], ended: set[int], size: int) -> dict[str, _Group]:
     """The groups in which calls have timed out, and the one of all ranks, in a job of ``size`` ranks; ``ended``:
     ranks whose programs have."""
-    places: dict[str, dict[int, int]] = {}
-    last_ns = max(report.last_ns for report in by_rank.values())
-    faults: dict[str, str] = {}
-    descriptions: dict[str, str] = {}
+    reports_of: dict[str, dict[int, GroupReport]] = {}
     for rank, report in by_rank.items():
-        for name, group in report.groups.items():
-            if places.setdefault(name, {}).setdefault(group.place, rank) != rank:
-                faults[name] = "several groups go by this name"
-            descriptions[name] = group.description
-            if group.call is not None and group.call.kind in _MESSAGES:
-                faults.setdefault(name, "messages are numbered by each rank for itself")
-            elif group.call is not None and group.call.kind == EITHER:
-                faults.setdefault(name, f"two of the calls of rank {rank} cannot be told apart")
-            elif group.completed > group.enqueued or (group.call and group.completed >= group.call.number):
-                faults.setdefault(name, "the numbers of its calls and messages are mixed")
-    for description in {each for each in descriptions.values() if each.startswith("mesh_")}:
-        named = [name for name in places if descriptions[name] == description]
-        if len(named) == 1:  # split_group gives all parts one name; where parts have their own, the name is one group's
-            faults.setdefault(named[0], "the groups of a mesh's dimension may all go by this name")
+        for name, own in report.groups.items():
+            reports_of.setdefault(name, {})[rank] = own
+    faults = _faults(reports_of)
+    in_mesh = _in_meshes(reports_of, faults, size)
+    last_ns = max(report.last_ns for report in by_rank.values())
     groups = {}
-    in_mesh = _in_meshes(by_rank, faults, size)
-    for name, of_group in places.items():
-        reports = [report.groups[name] for report in by_rank.values() if name in report.groups]
-        default = any(group.is_default for group in reports)
-        has_all = default or size == 2 or size in _sizes(reports)
-        ranks = range(size) if has_all else in_mesh.get(name) or _members(of_group, size)
-        silent = tuple(rank for rank in ranks if rank not in of_group.values())
+    for name, reports in reports_of.items():
+        is_default = any(report.is_default for report in reports.values())
+        has_all = is_default or size == 2 or size in _sizes(reports.values())
+        ranks = range(size) if has_all else in_mesh.get(name) or _members(reports, size)
+        # For how many seconds lines go on after the first timeout; 0 where times are not known.
+        noticed = [report.call.noticed_ns for report in reports.values() if report.call is not None]
+        first_ns = min(filter(None, noticed), default=0)
         groups[name] = _Group(
             name,
-            descriptions[name],
+            list(reports.values())[-1].description,
+            reports,
             tuple(ranks),
-            silent,
-            is_complete=default or len(ranks) == size > 1,
+            is_complete=is_default or len(ranks) == size > 1,
             is_in_mesh=name in in_mesh,
             fault=faults.get(name, ""),
-            followed_s=_followed_s(reports, last_ns),
+            followed_s=(last_ns - first_ns) / 1e9 if first_ns else 0.0,
         )
-    groups = _with_only_candidates(groups, by_rank, places, size)
-    return {
-        name: group if group.followed_s >= _LEAST_FOLLOWED_S else _reported(group, by_rank.keys() - ended)
-        for name, group in groups.items()
-    }
+    groups = _with_only_candidates(groups, by_rank, size)
+    for name, group in groups.items():
+        about_to = set(group.silent) & (by_rank.keys() - ended)  # they have lines, and may have been about to report
+        if about_to and group.followed_s < _LEAST_FOLLOWED_S:
+            members = tuple(rank for rank in group.ranks if rank not in about_to)
+            groups[name] = replace(group, ranks=members, is_complete=False, is_in_mesh=False)
+    return groups
 
 
-def _followed_s(reports: Iterable[GroupReport], last_ns: int) -> float:
-    """Return for how many seconds the lines of the job go on after the first timeout of a group; 0
-    where times are not known."""
-    noticed = [report.call.noticed_ns for report in reports if report.call is not None]
-    first_ns = min(filter(None, noticed), default=0)
-    return (last_ns - first_ns) / 1e9 if first_ns else 0.0
+def _faults(reports_of: dict[str, dict[int, GroupReport]]) -> dict[str, str]:
+    """Why the numbers of some groups cannot be compared, by the group's name."""
+    faults: dict[str, str] = {}
+    places: set[tuple[str, int]] = set()
+    for name, rank, own in ((name, rank, own) for name, its in reports_of.items() for rank, own in its.items()):
+        if (name, own.place) in places:
+            faults[name] = "several groups go by this name"
+        places.add((name, own.place))
+        if own.call is not None and own.call.kind in _MESSAGES:
+            faults.setdefault(name, "messages are numbered by each rank for itself")
+        elif own.call is not None and own.call.kind == EITHER:
+            faults.setdefault(name, f"two of the calls of rank {rank} cannot be told apart")
+        elif own.completed > own.enqueued or (own.call and own.completed >= own.call.number):
+            faults.setdefault(name, "the numbers of its calls and messages are mixed")
+    descriptions = {name: list(its.values())[-1].description for name, its in reports_of.items()}
+    for name, description in descriptions.items():
+        # split_group gives all parts one name; where parts have their own, the name is one group's.
+        if description.startswith("mesh_") and list(descriptions.values()).count(description) == 1:
+            faults.setdefault(name, "the groups of a mesh's dimension may all go by this name")
+    return faults
 
 
-def _reported(group: _Group, alive: set[int]) -> _Group:
-    """The group without the members that do not report on it, though they have lines: they may have been about to."""
-    late = set(group.silent) & alive
-    return replace(
-        group,
-        ranks=tuple(rank for rank in group.ranks if rank not in late),
-        silent=tuple(rank for rank in group.silent if rank not in late),
-        is_complete=group.is_complete and not late,
-        is_in_mesh=group.is_in_mesh and not late,
-    )
-
-
-def _in_meshes(by_rank: dict[int, RankReport], faults: dict[str, str], size: int) -> dict[str, range]:
+def _in_meshes(reports_of: dict[str, dict[int, GroupReport]], faults: dict[str, str], size: int) -> dict[str, range]:
     """The members of the groups of each dimension of a mesh, where only one mesh of ``size`` ranks at most puts
     ranks at the places that they report: groups of one description, or which are each rank's n-th one."""
-    dimensions: dict[str, list[tuple[str, int, int]]] = {}
-    for rank, report in by_rank.items():
-        for name, group in report.groups.items():
-            dimension = group.description or (str(group.index) if group.index > 0 else "")
-            if dimension and not group.is_default and name not in faults:
-                dimensions.setdefault(dimension, []).append((name, rank, group.place))
+    dimensions: dict[str, list[tuple[str, int, GroupReport]]] = {}
+    for name, rank, own in ((name, rank, own) for name, its in reports_of.items() for rank, own in its.items()):
+        dimension = own.description or (str(own.index) if own.index > 0 else "")
+        if dimension and not own.is_default and name not in faults:
+            dimensions.setdefault(dimension, []).append((name, rank, own))
     members: dict[str, range] = {}
     for seen in dimensions.values():
         if len(seen) < _LEAST_KNOWN:
             continue
-        last = max(place for _, _, place in seen)
-        sizes = _sizes(by_rank[rank].groups[name] for name, rank, _ in seen)
+        last = max(own.place for _, _, own in seen)
+        sizes = _sizes(own for _, _, own in seen)
         fits = [
             starts
             for step in range(1, size // (last + 1) + 1)
             for count in range(max(2, last + 1), size // step + 1)
             if not sizes or count in sizes
-            if (starts := _starts(seen, step, count))
+            if (starts := _starts([(name, rank, own.place) for name, rank, own in seen], step, count))
         ]
         if len(fits) == 1:
             members |= fits[0]
@@ -344,11 +327,14 @@ def _starts(seen: Sequence[tuple[str, int, int]], step: int, count: int) -> dict
     return members if len({group.start for group in members.values()}) == len(members) else {}
 
 
-def _members(places: dict[int, int], size: int) -> Sequence[int]:
+def _members(reports: dict[int, GroupReport], size: int) -> Sequence[int]:
     """The ranks of a group, by place: those that report, and the few that have to be between or
     behind them in a regular mesh."""
+    places: dict[int, int] = {}
+    for rank, report in reports.items():
+        places.setdefault(report.place, rank)
     known = [places[place] for place in sorted(places)]
-    count = _least_size(places, size)
+    count = _dividing(max(2, max(places) + 1), size)
     first, last = min(places), max(places)
     missing = count - len(known)
     if len(known) < _LEAST_KNOWN or not 0 < missing <= len(known) // _LEAST_KNOWN:
@@ -361,26 +347,22 @@ def _members(places: dict[int, int], size: int) -> Sequence[int]:
     return ranks if start >= 0 and ranks[-1] < size else known
 
 
-def _least_size(places: dict[int, int], size: int) -> int:
-    """The least number of members that a group with these places can have in a mesh of ``size``
-    ranks, which it divides."""
-    least = max(2, max(places) + 1)
+def _dividing(least: int, size: int) -> int:
+    """The number of members, ``least`` or more, that a group can have in a mesh of ``size`` ranks, which it divides."""
     return next((count for count in range(least, size + 1) if size % count == 0), least)
 
 
-def _with_only_candidates(
-    groups: dict[str, _Group], by_rank: dict[int, RankReport], places: dict[str, dict[int, int]], size: int
-) -> dict[str, _Group]:
+def _with_only_candidates(groups: dict[str, _Group], by_rank: dict[int, RankReport], size: int) -> dict[str, _Group]:
     """Complete the groups that lack one member where only one rank can be it.
 
     That is none of the group's, and none of another group's of the same description, as these
     divide the ranks among them. Where one group lacks a member, and one such rank has no call in
     flight, it is that one.
     """
-    idle = {rank for rank, report in by_rank.items() if not any(group.call for group in report.groups.values())}
+    idle = {rank for rank, report in by_rank.items() if not report.is_in_flight}
     candidates: dict[str, set[int]] = {}
     for name, group in groups.items():
-        lacks_one = len(group.ranks) + 1 == _least_size(places[name], size)
+        lacks_one = len(group.ranks) + 1 == _dividing(group.least_size, size)
         if lacks_one and group.description and not group.is_complete and not group.fault and len(by_rank) == size:
             siblings = {
                 rank for each in groups.values() if each.description == group.description for rank in each.ranks
@@ -390,8 +372,7 @@ def _with_only_candidates(
     for name, ranks in candidates.items():
         only = ranks & idle if len(candidates) == 1 and len(ranks & idle) == 1 else ranks
         if len(only) == 1:
-            members = tuple(sorted((*groups[name].ranks, *only)))
-            completed[name] = replace(groups[name], ranks=members, silent=tuple(only))
+            completed[name] = replace(groups[name], ranks=tuple(sorted((*groups[name].ranks, *only))))
     return completed
 
 
@@ -412,51 +393,40 @@ def _log(
         key=lambda group: group.call.issued_ns if group.call else 0,
     )
     begun = in_flight[:1] if only_oldest else in_flight
-    group_logs, calls, waits = [], [], []
-    names = [name for name in report.groups if not groups[name].fault or report.groups[name].call]
-    for name in names:
-        group, own = groups[name], report.groups[name]
-        thread = begun.index(own) + 1 if own in begun else 0
-        group_logs.append(_group_log(report.rank, group, own, has_begun=own in begun or own.call is None))
-        if own.call is None:
+    group_logs, calls = [], []
+    for name, own in report.groups.items():
+        group = groups[name]
+        if group.fault and own.call is None:
             continue
-        call = _call(len(group_logs) - 1, own, group, thread)
-        calls.append(call)
-        if thread:
-            waits.append(WaitLog.of(call, thread))
-    return as_foreign(
-        RankLog(
-            job=report.job,
-            rank=report.rank,
-            ranks=ranks,
-            reason="timeout",
-            now_ns=report.last_ns,
-            groups=tuple(group_logs),
-            calls=tuple(calls),
-            waits=tuple(waits),
-            hidden=tuple(range(1, len(begun) + 1)) or (0,),
+        if own.call is not None:
+            thread = begun.index(own) + 1 if own in begun else 0
+            calls.append(_call(len(group_logs), own, own.call, group, thread))
+        done = own.call.number - 1 if own.call else own.completed
+        # One whose numbers cannot be compared is the rank's own, so that its call waits for nobody known.
+        members = (report.rank,) if group.fault else group.ranks
+        has_begun = own in begun or own.call is None
+        group_logs.append(
+            GroupLog(
+                key=f"{group.name}|{','.join(map(str, members))}",
+                name=group.name,
+                ranks=members,
+                description=group.description,
+                issued=max(own.enqueued, own.call.number if own.call else 0) if has_begun else done,
+                done=done,
+            )
         )
+    return inferred_log(
+        job=report.job,
+        rank=report.rank,
+        ranks=ranks,
+        reason="timeout",
+        now_ns=report.last_ns,
+        groups=group_logs,
+        calls=calls,
     )
 
 
-def _group_log(rank: int, group: _Group, own: GroupReport, *, has_begun: bool) -> GroupLog:
-    """A group of a rank. One whose numbers cannot be compared is the rank's own, so that its call
-    waits for nobody known."""
-    done = own.call.number - 1 if own.call else own.completed
-    members = (rank,) if group.fault else group.ranks
-    return GroupLog(
-        key=f"{group.name}|{','.join(map(str, members))}",
-        name=group.name,
-        ranks=members,
-        description=group.description,
-        issued=max(own.enqueued, own.call.number if own.call else 0) if has_begun else done,
-        done=done,
-    )
-
-
-def _call(place: int, own: GroupReport, group: _Group, thread: int) -> CallLog:
-    call = own.call
-    assert call is not None
+def _call(place: int, own: GroupReport, call: TimedOutCall, group: _Group, thread: int) -> CallLog:
     is_message = call.kind in _MESSAGES
     return CallLog(
         group=place,
@@ -469,17 +439,6 @@ def _call(place: int, own: GroupReport, group: _Group, thread: int) -> CallLog:
         is_async=True,
         issued_ns=call.issued_ns,
     )
-
-
-def _has_order(reports: Iterable[RankReport]) -> bool:
-    """Tell whether the calls that each rank has in flight have times far enough from each other to
-    tell their order."""
-    for report in reports:
-        times = sorted(group.call.issued_ns for group in report.groups.values() if group.call)
-        pairs = itertools.pairwise(times)
-        if len(times) > 1 and (not times[0] or any(later - earlier < _LEAST_APART_NS for earlier, later in pairs)):
-            return False
-    return True
 
 
 # What was inferred, and what is open
@@ -503,34 +462,36 @@ def _assumed(groups: dict[str, _Group], diagnosis: Diagnosis) -> list[str]:
     return sentences
 
 
-def _messengers(groups: dict[str, _Group], by_rank: dict[int, RankReport]) -> list[str]:
+def _messengers(groups: dict[str, _Group]) -> Iterator[str]:
     """Which group only passes the failure on: the one of all ranks, through whose store ranks tell
     each other to dump."""
-    in_flight = {name for report in by_rank.values() for name, group in report.groups.items() if group.call}
-    sentences = []
+    in_flight = {name for name, group in groups.items() if any(each.call for each in group.reports.values())}
     for name, group in groups.items():
-        own = [report.groups[name] for report in by_rank.values() if name in report.groups]
-        numbers = {(each.enqueued, each.completed) for each in own}
+        numbers = {(each.enqueued, each.completed) for each in group.reports.values()}
         if in_flight - {name} and name not in in_flight and len(numbers) == 1 and all(a == b for a, b in numbers):
-            sentences.append(
-                f"group {group} only passes the failure on: none of its calls is in flight on any rank whose lines are here"
-            )
-    return sentences
+            yield f"group {group} only passes the failure on: none of its calls is in flight on any rank whose lines are here"
 
 
-def _open(groups: dict[str, _Group], by_rank: dict[int, RankReport]) -> list[str]:
+def _open(groups: dict[str, _Group]) -> list[str]:
     """Say what is known of each group whose calls timed out, and why it does not say who is behind."""
     sentences: dict[str, int] = {}
-    for name, group in groups.items():
-        own = {rank: report.groups[name] for rank, report in by_rank.items() if name in report.groups}
-        calls = {rank: report.call for rank, report in own.items() if report.call is not None}
+    for group in groups.values():
+        calls = {rank: report.call for rank, report in group.reports.items() if report.call is not None}
         if not calls:
             continue
         which = sorted({f"{collective_kind(call.kind)} #{call.number}" for call in calls.values()})
-        behind = [rank for rank, report in own.items() if report.enqueued < min(call.number for call in calls.values())]
+        first = min(call.number for call in calls.values())
+        behind = [rank for rank, report in group.reports.items() if report.enqueued < first]
+        why = (
+            "all members whose lines are here have enqueued it: another one has not, or the transfer itself hangs "
+            "(network, device)"
+        )
+        if behind:
+            have = "has" if len(behind) == 1 else "have"
+            why = f"{listed('rank', behind, 8)} {have} not come to it, held up in another group"
         sentence = (
             f"cannot tell what holds up group {shortened(str(group))}: {listed('rank', sorted(calls), 8)} timed out in "
-            f"{' or '.join(which[:4])}, and {group.fault or _why_open(behind)}"
+            f"{' or '.join(which[:4])}, and {group.fault or why}"
         )
         sentences[sentence] = len(calls)
     if not sentences:
@@ -542,13 +503,3 @@ def _open(groups: dict[str, _Group], by_rank: dict[int, RankReport]) -> list[str
         *([f"nor what holds up {counted(others, 'more group')}"] if others else []),
         _SWITCHES,
     ]
-
-
-def _why_open(behind: Sequence[int]) -> str:
-    if behind:
-        have = "has" if len(behind) == 1 else "have"
-        return f"{listed('rank', behind, 8)} {have} not come to it, held up in another group"
-    return (
-        "all members whose lines are here have enqueued it: another one has not, or the transfer itself hangs "
-        "(network, device)"
-    )

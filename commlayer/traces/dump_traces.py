@@ -17,7 +17,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from commlayer.diagnosis.dump_groups import DumpGroup, DumpGroups, collective_kind, entry_bytes
+from commlayer.diagnosis.call_logs import GroupLog
+from commlayer.diagnosis.dump_groups import DumpGroups, collective_kind, entry_bytes
 from commlayer.diagnosis.recorder_dumps import Dump, Entry
 from commlayer.profiles.counted import counted, listed
 from commlayer.profiles.printable import shortened
@@ -133,7 +134,7 @@ def _calls_by_rank(dumps: Sequence[Dump], groups: DumpGroups) -> dict[int, list[
     return by_rank
 
 
-def _group_words(groups: Iterable[DumpGroup]) -> dict[str, str]:
+def _group_words(groups: Iterable[GroupLog]) -> dict[str, str]:
     """The words for each group, by its key: its description, with its name where another one of its ranks has the same."""
     by_key = {group.key: group for group in groups}
     counts = Counter((group.description, group.ranks) for group in by_key.values())
@@ -163,7 +164,7 @@ def _number_lives(by_rank: Mapping[int, Sequence[_RankCall]], with_losses: Set[i
                 each.record.group += f" ({each.life + lost + 1} of {num_lives})"
 
 
-def _rank_calls(dump: Dump, groups: Mapping[str, DumpGroup], words: Mapping[str, str]) -> Iterator[_RankCall]:
+def _rank_calls(dump: Dump, groups: Mapping[str, GroupLog], words: Mapping[str, str]) -> Iterator[_RankCall]:
     """The collectives of a dump, oldest first. A group that is made anew counts its calls from 1 again; of a group on
     several backends each one counts its own."""
     latest: Counter[tuple[str, str]] = Counter()

@@ -535,7 +535,7 @@ def test_the_programs_thread_that_asks_is_seen_to_wait_beside_other_threads(trac
         over.set()
         beside.join()
     (blocked,) = View(log).blocked.values()
-    assert (blocked.kind, blocked.number, blocked.thread) == ("all_reduce", 1, threading.get_ident())
+    assert (blocked.wait.kind, blocked.wait.number, blocked.thread) == ("all_reduce", 1, (5, threading.get_ident()))
 
 
 def waits_below(depth: int, is_there: threading.Event, over: threading.Event) -> None:
