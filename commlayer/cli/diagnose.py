@@ -24,7 +24,6 @@ from commlayer.diagnosis.explaining import (
     LOGS,
     Watch,
     has_other_evidence,
-    judged_in_time,
 )
 from commlayer.diagnosis.findings import Diagnosis, diagnose
 from commlayer.diagnosis.log_files import read_logs
@@ -160,12 +159,11 @@ def _results(paths: Sequence[Path], refused: tuple[str, ...], damaged: list[str]
         return {name: (each, with_cause(diagnose(each), each)) for name, each in logs.items()}
     with progress("looking", len(files_in(paths))) as advance:
         evidence = gather_evidence(paths, damaged, advance)
-    evidence.check_not_empty(paths, damaged)
     with progress("reading", len(evidence.dump_paths)) as advance:
         evidence.read_dumps(damaged, advance)
     evidence.check_not_empty(paths, damaged)
     echo_sentence(evidence.in_words(), err=True)
-    results = judged_in_time(evidence)
+    results = evidence.judged()
     if len(results) > 1 and refused:
         raise click.UsageError(f"{' and '.join(refused)}: expected one job, got {', '.join(list(results)[:4])}")
     return results

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from commlayer.calls.group_life import LIFE_KEY
-from commlayer.diagnosis.call_logs import MAKING, CallLog, RankLog, Site
+from commlayer.diagnosis.call_logs import MAKING, RankLog, Site
 from commlayer.diagnosis.findings import (
     Cause,
-    Cycle,
     Diagnosis,
     GroupCalls,
     Mismatch,
@@ -40,20 +40,21 @@ _MOST_RANKS = 16
 _MOST_CALLS = 8
 _MOST_GROUPS = 12
 _LAST_CALLS = 10
+_Item = TypeVar("_Item", NamedCall, Waiter)
 _WAYS = {"send": "to", "recv": "from"}
 
 
 def in_words(diagnosis: Diagnosis) -> str:
     """The whole diagnosis, some lines of text."""
     lines = [] if diagnosis.cause is None else [_cause(diagnosis.cause)]
-    for finding in diagnosis.findings:
+    for finding in (*diagnosis.findings, *diagnosis.waits):
         lines += _finding(finding)
-    for missing in diagnosis.waits:
-        lines += _missing(missing)
     for shared in diagnosis.shared:
         lines += _shared(shared)
     if diagnosis.under_way and not (diagnosis.findings or diagnosis.waits or diagnosis.shared):
-        lines += _under_way(diagnosis.under_way)
+        who = waits_words(sorted({waiter.call.rank for waiter in diagnosis.under_way}))
+        lines.append(f"no call is missing, and all that can be compared agree; {who} for the end of calls:")
+        lines += _waiting(diagnosis.under_way, has_times=True)
     lines += diagnosis.open
     lines += _last_calls(diagnosis.groups)
     if not lines:
@@ -77,17 +78,13 @@ def _last_calls(groups: Sequence[GroupCalls]) -> list[str]:
     for group in groups[:_MOST_GROUPS]:
         states = []
         for last in group.last[:_MOST_CALLS]:
+            state = f"{last.made} made, {last.done} ended"
             if last.is_assumed:
-                states.append(
-                    f"{ranks_words(last.ranks)}: not in {'its ring' if len(last.ranks) == 1 else 'their rings'}"
-                )
-                continue
-            if last.call is None:
-                states.append(f"{ranks_words(last.ranks)}: {last.made} made, {last.done} ended")
-                continue
-            state = "ended" if last.done >= last.made else "has not ended"
-            what = f"{short_call(last.call)} at {last.call.site}, {state}"
-            states.append(f"{ranks_words(last.ranks)}: {what}")
+                state = f"not in {'its ring' if len(last.ranks) == 1 else 'their rings'}"
+            elif last.call is not None:
+                has_ended = "ended" if last.done >= last.made else "has not ended"
+                state = f"{short_call(last.call)} at {last.call.site}, {has_ended}"
+            states.append(f"{ranks_words(last.ranks)}: {state}")
         lines.append(f"  group {group.group}: {'; '.join(states)}")
     if len(groups) > _MOST_GROUPS:
         lines.append(f"  and {len(groups) - _MOST_GROUPS} more groups")
@@ -110,9 +107,7 @@ def wait_words(log: RankLog, wait: LongWait, diagnosis: Diagnosis, folder: Path)
     to see more."""
     index = next(index for index, group in enumerate(log.groups) if group.key == wait.key)
     group = str(log.groups[index])
-    call = NamedCall(
-        rank=log.rank, group=group, kind=wait.kind, number=wait.number, peer=wait.peer, tag=wait.tag, site=None
-    )
+    call = NamedCall(rank=log.rank, group=group, kind=wait.kind, number=wait.number, peer=wait.peer, tag=wait.tag)
     what = index, wait.kind, wait.number, wait.peer, wait.tag
     for each in log.calls:
         if (each.group, each.kind, each.number, each.peer, each.tag) == what:
@@ -132,33 +127,28 @@ def headline(finding: Trouble) -> str:
 
 
 def _finding(finding: Trouble) -> list[str]:
-    if isinstance(finding, Cycle):
-        return _cycle(finding)
-    return _mismatch(finding) if isinstance(finding, Mismatch) else _missing(finding)
-
-
-def _cycle(cycle: Cycle) -> list[str]:
-    ranks = sorted({step.call.rank for step in cycle.steps})
+    if isinstance(finding, Missing):
+        return _missing(finding)
+    if isinstance(finding, Mismatch):
+        what = "message" if finding.calls[0].kind in _WAYS else "call"
+        verb = "differs" if len(finding.odd) == 1 else "differ"
+        where = f"{what} #{finding.number} of group {finding.group}"
+        lines = [f"{ranks_words(finding.odd)} {verb} in {where}: {finding.words}:"]
+        for ranks, call in sorted(_alike(finding.calls), key=lambda each: len(each[0]))[:_MOST_CALLS]:
+            lines.append(f"  {ranks_words(ranks)}: {call_words(call)}, at {call.site}")
+        return [*lines, *([f"  {finding.hint}"] if finding.hint else [])]
+    ranks = sorted({step.call.rank for step in finding.steps})
+    lines = [f"{ranks_words(ranks)} wait for each other, in a circle of {len(finding.steps)}:"]
     if len(ranks) == 1:
         lines = [f"{ranks_words(ranks)} waits for itself:"]
-    else:
-        lines = [f"{ranks_words(ranks)} wait for each other, in a circle of {len(cycle.steps)}:"]
-    for step in cycle.steps:
+    for step in finding.steps:
         missing = step.missing
         lines.append(f"  rank {step.call.rank} waits in {call_words(step.call)}, {_where(step.call, step.site)},")
-        # One that has been called is queued behind the group's calls before it.
-        lines.append(f"    for rank {missing.rank}, which has {_not_come(missing)} of group {missing.group}")
-    if cycle.behind:
-        are = "waits" if len(cycle.behind) == 1 else "wait"
-        lines.append(f"  {ranks_words(cycle.behind)} {are} for these")
-    return lines
-
-
-def _not_come(missing: NamedCall) -> str:
-    """A call that a rank has not made, or that its host has enqueued and its device has not begun."""
-    if missing.state != "issued":
-        return f"not come to {_short(missing)}"
-    return f"enqueued and not begun {_short(missing)}, at {missing.site},"
+        come = f"not come to {_short(missing)}"
+        if missing.state == "issued":  # queued behind the group's calls before it, or enqueued on a device
+            come = f"enqueued and not begun {_short(missing)}, at {missing.site},"
+        lines.append(f"    for rank {missing.rank}, which has {come} of group {missing.group}")
+    return [*lines, *([f"  {waits_words(finding.behind)} for these"] if finding.behind else [])]
 
 
 def _where(call: NamedCall, site: Site) -> str:
@@ -168,23 +158,13 @@ def _where(call: NamedCall, site: Site) -> str:
     return f"called at {call.site} and waited for at {site}"
 
 
-def _mismatch(found: Mismatch) -> list[str]:
-    what = "message" if found.calls[0].kind in ("send", "recv") else "call"
-    verb = "differs" if len(found.odd) == 1 else "differ"
-    lines = [f"{ranks_words(found.odd)} {verb} in {what} #{found.number} of group {found.group}: {found.words}:"]
-    for ranks, call in _alike(found.calls):
-        lines.append(f"  {ranks_words(ranks)}: {call_words(call)}, at {call.site}")
-    if found.hint:
-        lines.append(f"  {found.hint}")
-    return lines
-
-
-def _alike(calls: Sequence[NamedCall]) -> list[tuple[list[int], NamedCall]]:
-    """The calls without those that read the same, and the ranks that made each."""
-    alike: dict[tuple[str, str], tuple[list[int], NamedCall]] = {}
-    for call in calls:
-        alike.setdefault((call_words(call), str(call.site)), ([], call))[0].append(call.rank)
-    return sorted(alike.values(), key=lambda each: len(each[0]))[:_MOST_CALLS]
+def _alike(items: Sequence[_Item]) -> list[tuple[list[int], _Item]]:
+    """The calls, or the waits in calls, without those that read the same, and the ranks of each."""
+    alike: dict[tuple[str, str], tuple[list[int], _Item]] = {}
+    for item in items:
+        call = item.call if isinstance(item, Waiter) else item
+        alike.setdefault((call_words(call), str(item.site)), ([], item))[0].append(call.rank)
+    return list(alike.values())
 
 
 def _missing(missing: Missing) -> list[str]:
@@ -195,18 +175,16 @@ def _missing(missing: Missing) -> list[str]:
         "held": "has not come to",
         "silent": "left no dump or log, and may not have come to",
     }[missing.why]
-    waiting = sorted({waiter.call.rank for waiter in missing.waiting})
-    are = "waits" if len(waiting) == 1 else "wait"
-    who = f"{'a thread of ' if missing.why == 'held' else ''}{ranks_words(waiting)}"
-    lines = [f"rank {call.rank} {state} {_short(call)} of group {call.group}, for which {who} {are}:"]
+    who = waits_words(sorted({waiter.call.rank for waiter in missing.waiting}))
+    who = f"{'a thread of ' if missing.why == 'held' else ''}{who}"
+    lines = [f"rank {call.rank} {state} {_short(call)} of group {call.group}, for which {who}:"]
     if missing.at is not None:
         lines.append(f"  rank {call.rank} is at {missing.at}, in no call")
     if missing.last is not None:
         since = f", {missing.idle_s:.1f} s ago" if missing.idle_s >= 0 else ""
         begun = ", enqueued and not begun," if missing.last.state == "issued" else ""
         lines.append(f"  its last call{begun} was {call_words(missing.last)}, at {missing.last.site}{since}")
-    lines += _waiting("", (*missing.held, *missing.waiting))
-    return lines + _waiting("behind it ", missing.behind)
+    return [*lines, *_waiting((*missing.held, *missing.waiting)), *_waiting(missing.behind, "behind it ")]
 
 
 def _shared(shared: Shared) -> list[str]:
@@ -221,33 +199,10 @@ def _shared(shared: Shared) -> list[str]:
     ]
 
 
-def _waiting(before: str, waiters: Sequence[Waiter]) -> list[str]:
-    lines = []
-    for ranks, waiter in _waiters(waiters):
-        are = "waits" if len(ranks) == 1 else "wait"
-        words = f"{call_words(waiter.call)}, {_where(waiter.call, waiter.site)}"
-        lines.append(f"  {before}{ranks_words(ranks)} {are} in {words}")
-    return lines
-
-
-def _under_way(waiters: Sequence[Waiter]) -> list[str]:
-    ranks = sorted({waiter.call.rank for waiter in waiters})
-    are = "waits" if len(ranks) == 1 else "wait"
-    lines = [
-        f"no call is missing, and all that can be compared agree; {ranks_words(ranks)} {are} for the end of calls:"
-    ]
-    for alike, waiter in _waiters(waiters):
-        are = "waits" if len(alike) == 1 else "wait"
-        where = f"{call_words(waiter.call)}, {_where(waiter.call, waiter.site)}"
-        lines.append(f"  {ranks_words(alike)} {are} in {where}, for {waiter.waited_s:.1f} s")
-    return lines
-
-
-def _waiters(waiters: Sequence[Waiter]) -> list[tuple[list[int], Waiter]]:
-    alike: dict[tuple[str, str], tuple[list[int], Waiter]] = {}
-    for waiter in waiters:
-        alike.setdefault((call_words(waiter.call), str(waiter.site)), ([], waiter))[0].append(waiter.call.rank)
-    return list(alike.values())[:_MOST_CALLS]
+def _waiting(waiters: Sequence[Waiter], before: str = "", *, has_times: bool = False) -> Iterator[str]:
+    for ranks, waiter in _alike(waiters)[:_MOST_CALLS]:
+        since = f", for {waiter.waited_s:.1f} s" if has_times else ""
+        yield f"  {before}{waits_words(ranks)} in {call_words(waiter.call)}, {_where(waiter.call, waiter.site)}{since}"
 
 
 def _short(call: NamedCall) -> str:
@@ -298,11 +253,8 @@ def log_words(log: RankLog) -> str:
         lines.append(f"  waits at {wait.site} for {wait.kind} #{wait.number} of group {log.groups[wait.group]}")
     for group in (each for each in log.groups if not each.key.endswith(LIFE_KEY)):
         lines.append(f"  group {group}: {group.issued} calls made, {group.done} done")
-    lines += [f"  {_logged(log, call)}" for call in log.calls[-_LAST_CALLS:]]
+    for call in log.calls[-_LAST_CALLS:]:
+        shown = NamedCall.of_log(log.rank, str(log.groups[call.group]), call)
+        age_s = (log.now_ns - call.issued_ns) / 1e9
+        lines.append(f"  {call.state:7} {call_words(shown)}, at {call.site}, {age_s:.1f} s ago")
     return "\n".join(lines)
-
-
-def _logged(log: RankLog, call: CallLog) -> str:
-    shown = NamedCall.of_log(log.rank, str(log.groups[call.group]), call)
-    age_s = (log.now_ns - call.issued_ns) / 1e9
-    return f"{call.state:7} {call_words(shown)}, at {call.site}, {age_s:.1f} s ago"

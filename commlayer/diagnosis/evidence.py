@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from commlayer.diagnosis.call_logs import RankLog
 from commlayer.diagnosis.causes import with_cause
 from commlayer.diagnosis.diagnosis_words import ranks_words
@@ -92,21 +94,34 @@ class Evidence:
         self.dump_paths = []
 
     def judged(self) -> Judged:
-        """Find what is wrong, by the kind that says most; where that names nobody, by the next one that does."""
+        """Find what is wrong, by the kind that says most; where that names nobody, by the next one that does. Of dumps that
+        have no time it is said which they are: of no call in them it can be told that it is overdue."""
         first: Judged = {}
+        results: Judged = {}
         for judge, is_there in (
             (self._by_logs, self.logs),
             (lambda: {"": diagnose_dumps(self.dumps, self.places, self.ends)}, self.dumps),
-            (self._by_watchdogs, self.watchdogs),
+            (
+                lambda: self._inferred(diagnose_watchdogs(read_watchdog_lines(self.watchdogs), self.ends)),
+                self.watchdogs,
+            ),
             (lambda: self._inferred(diagnose_ras(self.ras)), self.ras),
         ):
             results = judge() if is_there else {}
-            if not first and any(_names_somebody(diagnosis) for _, diagnosis in results.values()):
-                return results
-            if first and _adds(first, results):
-                return results
+            if _adds(first, results) if first else any(map(_names_somebody, results.values())):
+                break
             first = first or results
-        return first or {"": ([], self._without_calls())}
+        else:
+            results = first or {"": ([], self._without_calls())}
+        undated = [dump.rank for dump in self.dumps if not dump.has_time and not self.logs]
+        if undated:
+            sentence = (
+                f"cannot tell how long {ranks_words(sorted(undated))} had been waiting: the archive does not say when dumps "
+                "were written (zip's local time is not enough): pack them as tar, or give the files"
+            )
+            for name, (logs, diagnosis) in results.items():
+                results[name] = logs, msgspec.structs.replace(diagnosis, open=(*diagnosis.open, sentence))
+        return results
 
     def _by_logs(self) -> Judged:
         twice = [rank for rank, count in Counter(log.rank for log in self.logs).items() if count > 1]
@@ -116,9 +131,6 @@ class Evidence:
             )
         diagnosis = with_places(diagnose(self.logs), self.places)
         return {"": (self.logs, with_cause(diagnosis, self.logs, knows_members=True))}
-
-    def _by_watchdogs(self) -> Judged:
-        return self._inferred(diagnose_watchdogs(read_watchdog_lines(self.watchdogs), self.ends))
 
     def _inferred(self, results: Judged) -> Judged:
         """The results of logs that were inferred, with places and with causes, which are likely at most."""
@@ -167,11 +179,12 @@ class Evidence:
         return "; ".join(parts)
 
 
-def _names_somebody(diagnosis: Diagnosis) -> bool:
+def _names_somebody(judged: tuple[list[RankLog], Diagnosis]) -> bool:
     """Whether a kind says what is wrong, or that all have come, so that no weaker one is asked.
 
     Of ranks that it says nothing of, a weaker one may know more.
     """
+    diagnosis = judged[1]
     is_silent = diagnosis.cause is None or diagnosis.cause.what == "no dump"
     has_named = any(missing.why != "silent" for missing in diagnosis.waits)
     return bool(diagnosis.findings) or has_named or not is_silent
@@ -182,12 +195,8 @@ def _adds(first: Judged, results: Judged) -> bool:
 
     Where the stronger one has found that ranks have left nothing, only these may be blamed.
     """
-    blamed = {
-        rank
-        for _, diagnosis in results.values()
-        if _names_somebody(diagnosis) and diagnosis.cause is not None and diagnosis.cause.certainty != "unknown"
-        for rank in diagnosis.cause.ranks
-    }
+    causes = [judged[1].cause for judged in results.values() if _names_somebody(judged)]
+    blamed = {rank for cause in causes if cause and cause.certainty != "unknown" for rank in cause.ranks}
     silent = {rank for _, diagnosis in first.values() if diagnosis.cause is not None for rank in diagnosis.without}
     is_open = all(diagnosis.cause is None for _, diagnosis in first.values())
     return bool(blamed) and (is_open or blamed <= silent)
@@ -251,17 +260,14 @@ def _take_log(evidence: Evidence, log: RankLog, name: str) -> None:
 def _take_text(evidence: Evidence, file: EvidenceFile) -> bool:
     """Take what a text has in it, which may be of several kinds; whether there is any."""
     data = file.content()
-    has_lines, places = (
-        has_watchdog_lines(data),
-        read_stacks(file.name, data) if has_stacks(data) else [],
-    )
+    places = read_stacks(file.name, data) if has_stacks(data) else []
+    ends = read_ends(data) if has_ends(data) else []
+    outputs = [read_ras(file.name, part) for part in _RAS_BEGINS.split(data) if is_ras_text(part)]
+    has_lines = has_watchdog_lines(data)
     if has_lines:
         evidence.watchdogs.append((file.name, watchdog_part(data)))
-    if places:
-        evidence.places += places
-        evidence.num_stacks += 1
-    ends = read_ends(data) if has_ends(data) else []
+    evidence.places += places
+    evidence.num_stacks += bool(places)
     evidence.ends += ends
-    outputs = [part for part in _RAS_BEGINS.split(data) if is_ras_text(part)]
-    evidence.ras += [read_ras(file.name, part) for part in outputs]
+    evidence.ras += outputs
     return has_lines or bool(places or outputs or ends)

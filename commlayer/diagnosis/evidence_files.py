@@ -18,6 +18,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -78,10 +79,21 @@ def each_file(paths: Iterable[Path], damaged: list[str], advance: Callable[[str]
     name of each when it is done.
     """
     for path in files_in(paths):
+        name = named(path)
         try:
-            yield from _of_path(path, damaged)
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):
+                raise UsageError(f"{name}: expected a file or a folder, got something else")
+            with path.open("rb") as file:
+                head = file.read(_HEAD)
+                if archive_kind(head) is not None:
+                    yield from _Unpacked(name, damaged).members(name, file, head, status.st_mtime_ns)
+            if archive_kind(head) is None:
+                yield EvidenceFile(name, path, head, status.st_mtime_ns, partial(_end_of, path))
         except UsageError as error:
             damaged.append(str(error))
+        except OSError as error:
+            damaged.append(f"{name}: cannot read: {error.strerror or error}")
         advance(path.name)
 
 
@@ -104,22 +116,6 @@ def _identity(path: Path) -> object:
     except OSError:
         return path
     return status.st_dev, status.st_ino
-
-
-def _of_path(path: Path, damaged: list[str]) -> Iterator[EvidenceFile]:
-    name = named(path)
-    try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise UsageError(f"{name}: expected a file or a folder, got something else")
-        with path.open("rb") as file:
-            head = file.read(_HEAD)
-            if archive_kind(head) is not None:
-                yield from _Unpacked(name, damaged).members(name, file, head, status.st_mtime_ns)
-                return
-        yield EvidenceFile(name, path, head, status.st_mtime_ns, lambda: _end_of(path))
-    except OSError as error:
-        raise UsageError(f"{name}: cannot read: {error.strerror or error}") from error
 
 
 def _end_of(path: Path) -> bytes:

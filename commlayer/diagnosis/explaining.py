@@ -9,10 +9,7 @@ from functools import lru_cache
 from os import PathLike
 from pathlib import Path
 
-import msgspec
-
-from commlayer.diagnosis.diagnosis_words import ranks_words
-from commlayer.diagnosis.evidence import Evidence, Judged, gather_evidence
+from commlayer.diagnosis.evidence import gather_evidence
 from commlayer.diagnosis.evidence_files import archive_kind, files_in
 from commlayer.diagnosis.findings import Diagnosis
 from commlayer.diagnosis.program_stacks import has_stacks
@@ -21,7 +18,7 @@ from commlayer.diagnosis.recorder_dumps import begins_as_dump
 from commlayer.diagnosis.watchdog_lines import has_watchdog_lines
 from commlayer.profiles.errors import UsageError
 
-__all__ = ["LOGS", "Watch", "explain", "has_other_evidence", "judged_in_time"]
+__all__ = ["LOGS", "Watch", "explain", "has_other_evidence"]
 
 LOGS = "calls-*.json"
 """The names of the files in which ranks write what they remember."""
@@ -51,36 +48,17 @@ def explain(paths: str | PathLike[str] | Iterable[str | PathLike[str]], damaged:
     places = [Path(path) for path in ([paths] if isinstance(paths, (str, PathLike)) else paths)]
     errors: list[str] = []
     evidence = gather_evidence(places, errors)
-    evidence.check_not_empty(places, errors)
     evidence.read_dumps(errors)
     evidence.check_not_empty(places, errors)
     if errors and damaged is None:
         raise UsageError("\n".join(errors))
     if damaged is not None:
         damaged += errors
-    results = judged_in_time(evidence)
+    results = evidence.judged()
     if len(results) > 1:
         raise UsageError(f"expected the files of one job, got those of {', '.join(list(results)[:4])}")
     ((_, diagnosis),) = results.values()
     return diagnosis
-
-
-def judged_in_time(evidence: Evidence) -> Judged:
-    """Find what is wrong, as :meth:`Evidence.judged`, and say which dumps have no time: of no call in
-    them it can be told that it is overdue."""
-    undated = [dump.rank for dump in evidence.dumps if not dump.has_time]
-    results = evidence.judged()
-    if not undated or evidence.logs:
-        return results
-    sentence = (
-        f"cannot tell how long {ranks_words(sorted(undated))} had been waiting: the archive does not "
-        "say when dumps were written (zip's local time is not enough): pack them as tar, or give the "
-        "files"
-    )
-    return {
-        name: (logs, msgspec.structs.replace(diagnosis, open=(*diagnosis.open, sentence)))
-        for name, (logs, diagnosis) in results.items()
-    }
 
 
 def has_other_evidence(paths: Sequence[Path]) -> bool:
