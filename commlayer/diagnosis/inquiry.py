@@ -153,7 +153,7 @@ class Inquiry:
 
     def _ask_once(self, wait: LongWait) -> None:
         """Ask about ``wait``, unless another rank that waits in the same call has."""
-        store = self._client()
+        store = _client(self._store)
         if within(_STORE_S, lambda: store.add(f"waits/{wait.claim}", 1)) == 1:
             self._ask(is_timeout=False, reason="asked", wait=wait)
 
@@ -171,8 +171,7 @@ class Inquiry:
                 self._found.clear()
         log = None
         if not is_same:  # else it has been asked already, and this rank has answered
-            log = self._snapshot(reason or ("timeout" if is_timeout else "signal"))
-            self._mark_answered(asked, is_timeout=is_timeout)
+            log = self._answered(reason or ("timeout" if is_timeout else "signal"), asked, is_timeout=is_timeout)
             self._detector.tell(Asked(asked, self.rank, is_timeout))
         self._start(self._lead_or_follow, asked, log, began, wait)
 
@@ -183,13 +182,15 @@ class Inquiry:
         with self._lock:
             if record.round < self._round:
                 return
-        log = self._snapshot("asked")
-        self._mark_answered(record.round, is_timeout=record.is_timeout)
+        log = self._answered("asked", record.round, is_timeout=record.is_timeout)
         self._start(self._answer, record.round, log)
 
-    def _mark_answered(self, asked: int, *, is_timeout: bool) -> None:
+    def _answered(self, reason: str, asked: int, *, is_timeout: bool) -> RankLog:
+        """This rank's log, with which it has answered the question ``asked``."""
+        log = self._snapshot(reason)
         with self._lock:
             self._round, self._answered_s, self._was_timeout = asked + 1, time.monotonic(), is_timeout
+        return log
 
     def _snapshot(self, reason: str) -> RankLog:
         known = self._detector.knowledge
@@ -216,14 +217,12 @@ class Inquiry:
         of this rank it has one."""
         result = Diagnosed()
         try:
-            store = self._client()
-            is_first = log is not None and within(_STORE_S, lambda: store.add(f"{asked}/asked", 1)) == 1
-            if is_first and not store.check(["job"]):
-                store.set("job", secrets.token_hex(8))
+            question = _Question(_client(self._store), asked, self.rank, self.ranks)
+            is_first = log is not None and question.is_first()
             if log is not None:
-                log = self._publish(store, asked, log)
-            diagnosis = self._lead(store, asked, log, began, wait) if is_first and log else self._read(store, asked)
-            result = self._say(asked, diagnosis)
+                log = question.publish(log)
+            found = question.lead(log, began, wait, self.folder) if is_first and log else question.read()
+            result = self._say(asked, found)
         except Exception as error:  # noqa: BLE001  the store died with the rank that hosts it, or no descriptors are left
             if log is not None:
                 is_stores = isinstance(error, (RuntimeError, OSError)) and not isinstance(error, DisagreementError)
@@ -236,40 +235,7 @@ class Inquiry:
                     self._result = result if result.words else self._result
                     self._found.set()
         if log is not None:
-            self._write(log)
-
-    def _lead(self, store: Store, asked: int, log: RankLog, began: float, wait: LongWait | None) -> _Found:
-        """Find out what is wrong, and put it into the store. Of a long wait this rank prints one
-        line."""
-        logs, damaged = self._gathered(store, asked, began, log)
-        diagnosis = diagnose(logs)
-        unread = "".join(f"\nthe log of rank {rank} cannot be read: {why}" for rank, why in sorted(damaged.items()))
-        where = folder_path(log.job, self.folder)
-        if wait is None:
-            text = (
-                f"rank {self.rank} asked all ranks what they wait for; {len(logs)} of {len(self.ranks)} answered, after "
-                f"{time.monotonic() - began:.2f} s:\n{in_words(diagnosis)}{unread}\n"
-                f"Each rank's last calls are in {where} of its machine: see `commlayer diagnose`"
-            )
-        else:
-            text = wait_words(log, wait, diagnosis, where) + unread
-        result = _Found(
-            shortened(text, _MOST_TEXT),
-            one_line(diagnosis),
-            has_cause=diagnosis.has_cause,
-            printer=self._printer(store, asked) if wait is None else self.rank,
-        )
-        store.set(f"{asked}/found", msgspec.msgpack.encode(result))  # type: ignore[arg-type]  # it takes bytes too
-        return result
-
-    def _printer(self, store: Store, asked: int) -> int:
-        """The rank that has offered to print what is found; this one where none has, or what it
-        says is no rank."""
-        offered = self.rank
-        with contextlib.suppress(DisagreementError):
-            if store.check([f"{asked}/prints"]):
-                offered = read_number(store.get(f"{asked}/prints"), "the rank that prints")
-        return offered if offered in self.ranks else self.rank
+            _write(log, self.folder)
 
     def _say(self, asked: int, found: _Found | None) -> Diagnosed:
         """Print what was found, once, if that falls to this rank; the line of it for an error."""
@@ -282,70 +248,14 @@ class Inquiry:
         line = printable(shortened(found.line, _MOST_LINE), keep="")
         return Diagnosed(f"{line} (rank {found.printer} has printed all of it)", found.has_cause)
 
-    def _is_lowest(self, log: RankLog) -> bool:
-        """Whether no lower rank is known to live."""
-        return self.rank == min(rank for rank in self.ranks if rank == self.rank or rank not in log.gone)
-
     def _answer(self, asked: int, log: RankLog) -> None:
         try:
-            store = self._client()
-            log = self._publish(store, asked, log)
-            if self._is_lowest(log):
-                self._say(asked, self._read(store, asked))
+            question = _Question(_client(self._store), asked, self.rank, self.ranks)
+            log = question.publish(log)
+            if question.is_lowest(log):
+                self._say(asked, question.read())
         finally:
-            self._write(log)
-
-    def _client(self) -> Store:
-        """A client of the store that nobody else waits on. Raises what the store does,
-        TimeoutError."""
-        return within(_STORE_S, lambda: own_client(self._store))
-
-    def _publish(self, store: Store, asked: int, log: RankLog) -> RankLog:
-        """Put the log into the store; returns it with the name of the job, which the first one that
-        ever leads gives it. The lowest rank offers to print what is found."""
-        if self._is_lowest(log):
-            store.set(f"{asked}/prints", str(self.rank))
-        store.set(f"{asked}/log/{self.rank}", _packed(log))  # type: ignore[arg-type]  # it takes bytes too
-        until = time.monotonic() + _STORE_S
-        while not store.check(["job"]) and time.monotonic() < until:
-            time.sleep(_LOOK_S)
-        job = name_in_files(read_text(store.get("job"))) if store.check(["job"]) else ""  # a part of a folder's name
-        return msgspec.structs.replace(log, job=job)
-
-    def _gathered(self, store: Store, asked: int, began: float, own: RankLog) -> tuple[list[RankLog], dict[int, str]]:
-        """The logs of those ranks that answer in time; and why what others have answered is
-        none."""
-        logs, damaged = {self.rank: as_foreign(own)}, dict[int, str]()
-        silent = [rank for rank in self.ranks if rank != self.rank]
-        gone = set(own.gone)
-        while silent:
-            there = [rank for rank in silent if store.check([f"{asked}/log/{rank}"])]
-            for rank in there:
-                try:
-                    logs[rank] = _unpacked(store.get(f"{asked}/log/{rank}"), rank, self.ranks)
-                except DisagreementError as error:  # noqa: PERF203  one such log must not end the diagnosis of all
-                    damaged[rank] = str(error)
-            silent = [rank for rank in silent if rank not in logs and rank not in damaged]
-            if not set(silent) - gone or time.monotonic() - began > _GATHER_S:
-                break
-            time.sleep(_LOOK_S)
-        return list(logs.values()), damaged
-
-    @staticmethod
-    def _read(store: Store, asked: int) -> _Found | None:
-        until = time.monotonic() + _RESULT_S
-        while time.monotonic() < until:
-            if store.check([f"{asked}/found"]):
-                result: _Found = read_words(store.get(f"{asked}/found"), _Found, "the rank that asked first")
-                return result
-            time.sleep(_LOOK_S)
-        return None
-
-    def _write(self, log: RankLog) -> None:
-        try:
-            write_log(folder_of(log.job or str(os.getpid()), self.folder), log)
-        except OSError as error:
-            say(f"rank {self.rank}: its calls could not be written: {error}")
+            _write(log, self.folder)
 
     def close(self) -> None:
         """The job is over: answer nobody any more."""
@@ -361,6 +271,103 @@ class Inquiry:
         while any(thread.is_alive() for thread in self._threads) and time.monotonic() < until:
             for thread in self._threads:
                 thread.join(max(0.0, until - time.monotonic()))
+
+
+def _client(store: Store) -> Store:
+    """A client of the store that nobody else waits on. Raises what the store does, TimeoutError."""
+    return within(_STORE_S, lambda: own_client(store))
+
+
+def _write(log: RankLog, folder: str | None) -> None:
+    try:
+        write_log(folder_of(log.job or str(os.getpid()), folder), log)
+    except OSError as error:
+        say(f"rank {log.rank}: its calls could not be written: {error}")
+
+
+class _Question:
+    """A question to all ``ranks``, in the job's ``store``: what they answer, and what the rank has
+    found that asked first. This one is ``rank``."""
+
+    def __init__(self, store: Store, number: int, rank: int, ranks: Sequence[int]) -> None:
+        self.store, self.number, self.rank, self.ranks = store, number, rank, ranks
+
+    def is_first(self) -> bool:
+        """Whether this rank is the first to ask; the first that ever is gives the job its name."""
+        is_first = within(_STORE_S, lambda: self.store.add(f"{self.number}/asked", 1)) == 1
+        if is_first and not self.store.check(["job"]):
+            self.store.set("job", secrets.token_hex(8))
+        return is_first
+
+    def is_lowest(self, log: RankLog) -> bool:
+        """Whether no lower rank is known to live."""
+        return self.rank == min(rank for rank in self.ranks if rank == self.rank or rank not in log.gone)
+
+    def publish(self, log: RankLog) -> RankLog:
+        """Put the log into the store; return it with the name of the job. The lowest rank offers to
+        print what is found."""
+        store = self.store
+        if self.is_lowest(log):
+            store.set(f"{self.number}/prints", str(self.rank))
+        store.set(f"{self.number}/log/{self.rank}", _packed(log))  # type: ignore[arg-type]  # it takes bytes too
+        until = time.monotonic() + _STORE_S
+        while not store.check(["job"]) and time.monotonic() < until:
+            time.sleep(_LOOK_S)
+        job = name_in_files(read_text(store.get("job"))) if store.check(["job"]) else ""  # a part of a folder's name
+        return msgspec.structs.replace(log, job=job)
+
+    def lead(self, log: RankLog, began: float, wait: LongWait | None, folder: str | None) -> _Found:
+        """Find out what is wrong, and put it into the store. Of a long wait this rank prints one
+        line."""
+        logs, damaged = self._gathered(began, log)
+        diagnosis = diagnose(logs)
+        unread = "".join(f"\nthe log of rank {rank} cannot be read: {why}" for rank, why in sorted(damaged.items()))
+        where = folder_path(log.job, folder)
+        printer = self.rank
+        if wait is None:
+            text = (
+                f"rank {self.rank} asked all ranks what they wait for; {len(logs)} of {len(self.ranks)} answered, after "
+                f"{time.monotonic() - began:.2f} s:\n{in_words(diagnosis)}{unread}\n"
+                f"Each rank's last calls are in {where} of its machine: see `commlayer diagnose`"
+            )
+            with contextlib.suppress(DisagreementError):  # none has offered to print it, or what it says is no rank
+                if self.store.check([f"{self.number}/prints"]):
+                    offered = read_number(self.store.get(f"{self.number}/prints"), "the rank that prints")
+                    printer = offered if offered in self.ranks else self.rank
+        else:
+            text = wait_words(log, wait, diagnosis, where) + unread
+        text = shortened(text, _MOST_TEXT)
+        found = _Found(text, one_line(diagnosis), has_cause=diagnosis.has_cause, printer=printer)
+        self.store.set(f"{self.number}/found", msgspec.msgpack.encode(found))  # type: ignore[arg-type]  # bytes too
+        return found
+
+    def _gathered(self, began: float, own: RankLog) -> tuple[list[RankLog], dict[int, str]]:
+        """The logs of those ranks that answer in time; and why what others have answered is
+        none."""
+        logs, damaged = {self.rank: as_foreign(own)}, dict[int, str]()
+        silent = [rank for rank in self.ranks if rank != self.rank]
+        while silent:
+            for rank in [rank for rank in silent if self.store.check([f"{self.number}/log/{rank}"])]:
+                try:
+                    logs[rank] = _unpacked(self.store.get(f"{self.number}/log/{rank}"), rank, self.ranks)
+                except DisagreementError as error:  # noqa: PERF203  one such log must not end the diagnosis of all
+                    damaged[rank] = str(error)
+            silent = [rank for rank in silent if rank not in logs and rank not in damaged]
+            if set(silent) <= own.gone.keys() or time.monotonic() - began > _GATHER_S:
+                break
+            time.sleep(_LOOK_S)
+        return list(logs.values()), damaged
+
+    def read(self) -> _Found | None:
+        """Wait for what the rank has found that asked first; None: it does not come in time."""
+        until = time.monotonic() + _RESULT_S
+        while time.monotonic() < until:
+            if self.store.check([f"{self.number}/found"]):
+                words = self.store.get(f"{self.number}/found")
+                result: _Found = read_words(words, _Found, "the rank that asked first")
+                return result
+            time.sleep(_LOOK_S)
+        return None
 
 
 def _packed(log: RankLog) -> bytes:

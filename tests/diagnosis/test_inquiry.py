@@ -192,7 +192,7 @@ def test_a_timeout_after_a_signal_asks_anew_and_one_after_a_timeout_does_not(tmp
 def test_an_older_answer_does_not_explain_a_newer_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, _ = asking(tmp_path)
     monkeypatch.setattr(
-        first, "_lead", lambda store, asked, log, began, wait: inquiry._Found("", f"found in {asked}", False, 1)
+        inquiry._Question, "lead", lambda self, *_: inquiry._Found("", f"found in {self.number}", False, 1)
     )
     monkeypatch.setattr(inquiry, "_AGAIN_S", 0.0)
     first.timed_out()
