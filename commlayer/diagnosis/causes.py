@@ -71,7 +71,7 @@ def with_cause(
     for group in groups:
         if group.key.endswith(LIFE_KEY):  # ranks make groups from different places
             group.calls = {rank: {} for rank in group.calls}
-    shift = _first_shift(groups)
+    shift = next((cause for group in groups if (cause := _shifted(group)) is not None), None)
     cause = shift or _cause(diagnosis, logs, groups, circles_are, knows_members=knows_members)
     if cause is not None:
         cause = msgspec.structs.replace(cause, certainty=lesser(cause.certainty, at_most))
@@ -88,7 +88,16 @@ def _cause(
 ) -> Cause | None:
     for finding in diagnosis.findings:
         if isinstance(finding, Mismatch):
-            return _differing(finding, bool(diagnosis.shared))
+            has_majority = 2 * len(finding.odd) < len(finding.calls)
+            calls = tuple(call for call in finding.calls if call.rank in finding.odd or not has_majority)
+            at = "; ".join(f"rank {call.rank} at {call.site}" for call in calls[:_MOST_CALLS])
+            return Cause(
+                what="threads" if diagnosis.shared else finding.what,
+                certainty="proven",
+                ranks=finding.odd if has_majority else tuple(call.rank for call in finding.calls),
+                calls=calls,
+                words=f"call #{finding.number} of group {finding.group} is not one call: {finding.words} ({at})",
+            )
     for finding in diagnosis.findings:
         if isinstance(finding, Cycle):
             return _order(finding, circles_are)
@@ -109,17 +118,6 @@ def _cause(
 
 
 # Calls that a rank has left out, or made too many
-
-
-def _first_shift(groups: Iterable[GroupRecord]) -> Cause | None:
-    """The first group in which one rank's calls are the others' with one left out, or one more."""
-    for group in groups:
-        calls = {rank: each for rank, each in group.calls.items() if each}
-        number, odd = _first_unlike(calls)
-        cause = _shifted(group, calls, number, odd[0]) if len(odd) == 1 else None
-        if cause is not None:
-            return cause
-    return None
 
 
 def _first_unlike(calls: Mapping[int, _Calls]) -> tuple[int, list[int]]:
@@ -176,8 +174,13 @@ def _runs(its: _Calls, theirs: _Calls, first: int, shift: int) -> bool:
     return bool(pairs) and all(other is not None and _identity(call) == _identity(other) for call, other in pairs)
 
 
-def _shifted(group: GroupRecord, calls: Mapping[int, _Calls], number: int, rank: int) -> Cause | None:
-    """The cause that follows from what ``rank`` makes as call ``number``, and most others as the same one."""
+def _shifted(group: GroupRecord) -> Cause | None:
+    """The cause, where one rank's calls of a group are the others' with one left out, or one more, or in no order."""
+    calls = {rank: each for rank, each in group.calls.items() if each}
+    number, odd = _first_unlike(calls)
+    if len(odd) != 1:
+        return None
+    rank = odd[0]
     others = [each for each in calls if each != rank and number in calls[each]]
     other, is_pair = others[0], len(others) == 1  # which one of two is at fault is not seen
     firsts, seconds = ([calls[each].get(at) for each in (rank, other)] for at in (number, number + 1))
@@ -225,20 +228,6 @@ def _shifted(group: GroupRecord, calls: Mapping[int, _Calls], number: int, rank:
 
 
 # Other causes
-
-
-def _differing(found: Mismatch, has_shared: bool) -> Cause:
-    has_majority = 2 * len(found.odd) < len(found.calls)
-    ranks = found.odd if has_majority else tuple(call.rank for call in found.calls)
-    calls = tuple(call for call in found.calls if call.rank in ranks)
-    at = "; ".join(f"rank {call.rank} at {call.site}" for call in calls[:_MOST_CALLS])
-    return Cause(
-        what="threads" if has_shared else found.what,
-        certainty="proven",
-        ranks=ranks,
-        calls=calls,
-        words=f"call #{found.number} of group {found.group} is not one call: {found.words} ({at})",
-    )
 
 
 def _order(cycle: Cycle, certainty: str) -> Cause:

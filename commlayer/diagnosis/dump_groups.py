@@ -16,7 +16,7 @@ from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.printable import printable, shortened
 
-__all__ = ["DumpGroups", "collective_kind", "contradicted_lists", "entry_bytes", "entry_dtype"]
+__all__ = ["DTYPES", "DumpGroups", "collective_kind", "contradicted_lists", "entry_bytes", "entry_dtype"]
 
 _KINDS = (
     ("barrier", "barrier"),
@@ -33,7 +33,7 @@ _KINDS = (
     ("scatter", "scatter"),
 )
 """Words in torch's names of collectives, such as ``_all_gather_base``, and our kinds; the first that fits."""
-_DTYPES = {
+DTYPES = {
     "Float": ("float32", 4),
     "Double": ("float64", 8),
     "Half": ("float16", 2),
@@ -44,6 +44,9 @@ _DTYPES = {
     "Char": ("int8", 1),
     "Byte": ("uint8", 1),
     "Bool": ("bool", 1),
+    "UInt16": ("uint16", 2),
+    "UInt32": ("uint32", 4),
+    "UInt64": ("uint64", 8),
     "Float8_e4m3fn": ("float8_e4m3fn", 1),
     "Float8_e5m2": ("float8_e5m2", 1),
     "ComplexFloat": ("complex64", 8),
@@ -172,7 +175,7 @@ def collective_kind(name: str) -> str:
 def entry_dtype(entry: Entry) -> tuple[str, int]:
     """Return the name of an entry's dtype and the bytes of an element; "" without tensors, 0 for bytes that are not known."""
     dtypes = [*entry.input_dtypes, *entry.output_dtypes]
-    return _DTYPES.get(dtypes[0], (dtypes[0].lower(), 0)) if dtypes else ("", 0)
+    return DTYPES.get(dtypes[0], (dtypes[0].lower(), 0)) if dtypes else ("", 0)
 
 
 def entry_bytes(entry: Entry) -> tuple[int, int]:

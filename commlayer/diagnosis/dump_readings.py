@@ -409,16 +409,22 @@ def _log(dump: Dump, groups: DumpGroups, reading: str) -> RankLog:
     for record in records:
         thread = _thread(record.entry) if is_on_host else threads.get(id(record), NO_THREAD)
         calls.append(_call(record, order[record.group.key], thread, is_on_host=is_on_host))
+    group_logs = []
+    for group in own:
+        of_group = [each for each in begun if each.group is group]
+        messages = Counter((each.entry.message.kind, each.peer) for each in of_group if each.entry.message)
+        issued = max((each.number for each in of_group if each.entry.message is None), default=0)
+        open_ = [each.number for each in of_group if each.entry.message is None and not each.entry.has_ended]
+        counts = tuple(MessageCount(kind, peer, 0, count) for (kind, peer), count in messages.items())
+        done = min(open_) - 1 if open_ else issued
+        group_logs.append(msgspec.structs.replace(group, issued=issued, done=done, messages=counts))
     now_ns = max([dump.written_ns, *(record.entry.time_created_ns for record in records)])
     return inferred_log(
         rank=dump.rank,
         ranks=groups.ranks,
         reason="timeout" if any(_is_overdue(each.entry, now_ns, _LONG_WAIT_S) for each in records) else "asked",
         now_ns=now_ns,
-        groups=(
-            *(_group_log(group, [each for each in begun if each.group is group]) for group in own),
-            *_lost_groups(dump, groups),
-        ),
+        groups=(*group_logs, *_lost_groups(dump, groups)),
         calls=calls,
         is_on_device=not is_on_host,
     )
@@ -466,19 +472,6 @@ def _call(record: _Record, place: int, thread: int, *, is_on_host: bool) -> Call
         is_async=not is_on_host,
         issued_ns=entry.time_created_ns,
         made_by=_thread(entry),
-    )
-
-
-def _group_log(group: GroupLog, begun: Sequence[_Record]) -> GroupLog:
-    collectives = [record for record in begun if record.entry.message is None]
-    messages = Counter((record.entry.message.kind, record.peer) for record in begun if record.entry.message)
-    issued = max((record.number for record in collectives), default=0)
-    open_numbers = [record.number for record in collectives if not record.entry.has_ended]
-    return msgspec.structs.replace(
-        group,
-        issued=issued,
-        done=min(open_numbers) - 1 if open_numbers else issued,
-        messages=tuple(MessageCount(kind, peer, 0, count) for (kind, peer), count in messages.items()),
     )
 
 

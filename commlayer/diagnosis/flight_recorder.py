@@ -15,6 +15,7 @@ from typing import Any
 
 from commlayer.calls.group_life import LIFE_KEY
 from commlayer.diagnosis.call_logs import CallLog, GroupLog, RankLog
+from commlayer.diagnosis.dump_groups import DTYPES
 from commlayer.profiles.files import write_file
 
 __all__ = ["flight_recorder_dump", "write_flight_recorder"]
@@ -35,7 +36,8 @@ _NAMES = {
     "monitored_barrier": "barrier",
 }
 _STATES = {"issued": "scheduled", "started": "started", "done": "completed"}
-_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8, "complex128": 16, "complex64": 8, "bool": 1}
+_DTYPES = {name: (of_torch, width) for of_torch, (name, width) in DTYPES.items()}
+"""The names that torch's recorder gives dtypes, and the bytes of an element."""
 
 
 def flight_recorder_dump(log: RankLog, logs: Sequence[RankLog]) -> dict[str, Any]:
@@ -48,7 +50,13 @@ def flight_recorder_dump(log: RankLog, logs: Sequence[RankLog]) -> dict[str, Any
             continue
         name, description = group.key, described.get(group.key, "undefined")
         config[name] = {"name": name, "desc": description, "ranks": str(list(group.ranks))}
-    oldest = _oldest(logs)
+    oldest: dict[tuple[object, ...], int] = {}  # the number from which on the rings of all ranks still have the calls
+    for each in logs:
+        own: dict[tuple[object, ...], int] = {}
+        for call in each.calls:
+            line = _line(each, call)
+            own[line] = min(own.get(line, call.number), call.number)
+        oldest |= {line: max(oldest.get(line, 0), number) for line, number in own.items()}
     order = sorted(log.calls, key=lambda call: call.issued_ns)
     entries = [
         _entry(index, call, log, described.get(log.groups[call.group].key, "undefined"))
@@ -78,19 +86,6 @@ def _line(log: RankLog, call: CallLog) -> tuple[object, ...]:
     return key, *((log.rank, call.peer) if call.kind == "send" else (call.peer, log.rank)), call.tag
 
 
-def _oldest(logs: Sequence[RankLog]) -> dict[tuple[object, ...], int]:
-    """The number from which on the rings of all ranks that have any still have the calls."""
-    oldest: dict[tuple[object, ...], int] = {}
-    for log in logs:
-        own: dict[tuple[object, ...], int] = {}
-        for call in log.calls:
-            line = _line(log, call)
-            own[line] = min(own.get(line, call.number), call.number)
-        for line, number in own.items():
-            oldest[line] = max(oldest.get(line, 0), number)
-    return oldest
-
-
 def write_flight_recorder(folder: Path, logs: Sequence[RankLog]) -> list[Path]:
     """Write a dump for each rank, as the analyzer finds them: ``torchfrtrace FOLDER``. Raises
     OSError."""
@@ -105,9 +100,9 @@ def write_flight_recorder(folder: Path, logs: Sequence[RankLog]) -> list[Path]:
 
 def _entry(index: int, call: CallLog, log: RankLog, description: str) -> dict[str, Any]:
     group = log.groups[call.group]
-    width = _width(call.dtype)
+    dtype, width = _DTYPES.get(call.dtype, (call.dtype, 1))
     into, out = _sizes(call, group, width)
-    dtypes = [_torchs(call.dtype)] if call.dtype else []
+    dtypes = [dtype] if dtype else []
     return {
         # The analyzer drops by this number what other ranks do not have any more; ranks of several
         # groups count differently.
@@ -156,14 +151,3 @@ def _sizes(call: CallLog, group: GroupLog, width: int) -> tuple[list[list[int]],
     if call.kind == "all_gather" and call.of is None and received != sent * len(group.ranks):
         received = sent * len(group.ranks)
     return [[sent]], [[received]]
-
-
-def _width(dtype: str) -> int:
-    return next((width for ending, width in sorted(_BYTES.items(), reverse=True) if dtype.endswith(ending)), 1)
-
-
-def _torchs(dtype: str) -> str:
-    """The name that torch's recorder gives a dtype."""
-    names = {"float32": "Float", "float64": "Double", "float16": "Half", "bfloat16": "BFloat16", "int64": "Long"}
-    names |= {"int32": "Int", "int16": "Short", "int8": "Char", "uint8": "Byte", "bool": "Bool"}
-    return names.get(dtype, dtype)

@@ -77,30 +77,24 @@ def _is_own(status: os.stat_result) -> bool:
 def _remove_stale(own: Path) -> None:
     """Remove logs of this user's jobs that were written a week ago, beside the folder ``own``, and
     their folders where nothing else lies in them. Raises nothing."""
+    before, folders = time.time() - _STALE_S, list[Path]()
     with contextlib.suppress(OSError):
-        for folder in own.parent.glob(f"{_own_prefix()}*"):
-            if folder != own:
-                with contextlib.suppress(OSError):  # a rank of another job has been quicker, or other files lie there
-                    _remove_logs(folder, time.time() - _STALE_S)
-
-
-def _remove_logs(folder: Path, written_before: float) -> None:
-    """Remove the logs in ``folder`` that were written before that time, and then it, where it is
-    this user's alone and as old. Raises OSError also where it is not empty then."""
-    # By its descriptor: a link that takes the folder's place meanwhile leads nowhere.
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        status = os.fstat(descriptor)
-        if not _is_own(status) or status.st_mode & 0o077 or status.st_mtime >= written_before:
-            return
-        for name in os.listdir(descriptor):
-            if _PATTERN.fullmatch(name) is not None:
-                log = os.lstat(name, dir_fd=descriptor)
-                if stat.S_ISREG(log.st_mode) and log.st_mtime < written_before:
-                    os.unlink(name, dir_fd=descriptor)
-    finally:
-        os.close(descriptor)
-    folder.rmdir()
+        folders = [folder for folder in own.parent.glob(f"{_own_prefix()}*") if folder != own]
+    for folder in folders:
+        with contextlib.suppress(OSError):  # a rank of another job has been quicker, or other files lie there
+            # By its descriptor: a link that takes the folder's place meanwhile leads nowhere.
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                status = os.fstat(descriptor)
+                if not _is_own(status) or status.st_mode & 0o077 or status.st_mtime >= before:
+                    continue
+                for name in filter(_PATTERN.fullmatch, os.listdir(descriptor)):
+                    log = os.lstat(name, dir_fd=descriptor)
+                    if stat.S_ISREG(log.st_mode) and log.st_mtime < before:
+                        os.unlink(name, dir_fd=descriptor)
+            finally:
+                os.close(descriptor)
+            folder.rmdir()
 
 
 def write_log(folder: Path, log: RankLog) -> Path:

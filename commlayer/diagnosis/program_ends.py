@@ -8,7 +8,7 @@ is a consequence of the hang.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -52,8 +52,14 @@ def read_ends(data: bytes) -> list[ProgramEnd]:
     """Read which ranks' programs ended by themselves, the first end of each."""
     lines = [line[:_MOST_LINE] for line in data.decode("utf-8", "replace").splitlines()]
     ends: dict[int, ProgramEnd] = {}
-    for end in (*_exceptions(lines), *_first_failures(lines)):
+    for end in _exceptions(lines):
         ends.setdefault(end.rank, end)
+    for at in (at for at, line in enumerate(lines) if _FIRST_FAILURE in line):  # as torchrun tells of it
+        after = "\n".join(lines[at + 1 : at + 8])
+        rank, code = _FAILED_RANK.search(after), _EXIT.search(after)
+        name = _SIGNALS.get(-int(code[1])) if code else None
+        if rank and name:  # a signal has ended the process
+            ends.setdefault(int(rank[1]), ProgramEnd(int(rank[1]), f"by {name}"))
     return list(ends.values())
 
 
@@ -78,27 +84,13 @@ def _exceptions(lines: Iterable[str]) -> Iterable[ProgramEnd]:
                 yield ProgramEnd(rank, f"by {words}{printable(place, keep='')}")
 
 
-def _first_failures(lines: Sequence[str]) -> Iterable[ProgramEnd]:
-    """The failures that torchrun saw first, where a signal ended the process."""
-    for at, line in enumerate(lines):
-        if _FIRST_FAILURE not in line:
-            continue
-        after = "\n".join(lines[at + 1 : at + 8])
-        rank, code = _FAILED_RANK.search(after), _EXIT.search(after)
-        name = _SIGNALS.get(-int(code[1])) if code else None
-        if rank and name:
-            yield ProgramEnd(int(rank[1]), f"by {name}")
-
-
 def with_ends(diagnosis: Diagnosis, ends: Iterable[ProgramEnd]) -> Diagnosis:
     """Return the diagnosis in which ranks that others wait for, and whose programs have ended, are gone."""
     how = {end.rank: end.how for end in ends}
-    gone = [
-        msgspec.structs.replace(missing, why="gone", how=how[missing.call.rank])
-        for missing in diagnosis.waits
-        if missing.why in ("late", "silent") and missing.call.rank in how
-    ]
-    others: list[Missing] = [
-        missing for missing in diagnosis.waits if missing.why not in ("late", "silent") or missing.call.rank not in how
-    ]
+    gone, others = list[Missing](), list[Missing]()
+    for missing in diagnosis.waits:
+        if missing.why in ("late", "silent") and missing.call.rank in how:
+            gone.append(msgspec.structs.replace(missing, why="gone", how=how[missing.call.rank]))
+        else:
+            others.append(missing)
     return msgspec.structs.replace(diagnosis, findings=(*diagnosis.findings, *gone), waits=tuple(others))

@@ -327,7 +327,7 @@ def read_dump(path: Path, data: bytes, written_ns: int, *, keeps_all: bool = Fal
                 content = msgspec.json.decode(data, type=_Content, strict=False)
             else:
                 content = msgspec.convert(_DataOnly(io.BytesIO(data)).load(), _Content, strict=False)
-            if _is_of_torchcomms(content):
+            if any(config.ranks[:1].isdigit() for config in content.pg_config.values()):  # torchcomms lists them so
                 _as_of_torch(where, content.entries)
             lost = content.entries[0].record_id if content.entries else 0
             content.entries, num_left_out = _of_foreign(where, content.entries, keeps_all=keeps_all)
@@ -347,7 +347,11 @@ def read_dump(path: Path, data: bytes, written_ns: int, *, keeps_all: bool = Fal
             f"{where}: expected a dump of version 2.0 or later, got {shortened(content.version)}: record it with "
             "torch ≥ 2.4"
         )
-    _check_names(where, content.entries)
+    if len({entry.pg_id for entry in content.entries if not entry.process_group[0]}) > 1:
+        raise UsageError(
+            f"{where}: expected groups that have names, got calls of several without one, which cannot be told apart: make "
+            "groups by torch.distributed"
+        )
     if not (content.entries or num_left_out) and (content.num_enqueued > 0 or not content.pg_config):
         raise UsageError(
             f"{where}: expected the calls of rank {rank}, got a dump without any, which says nothing of the rank: dump with "
@@ -386,15 +390,6 @@ def _check_rank(where: str, rank: int, entries: Sequence[Entry], group_ranks: di
             )
 
 
-def _check_names(where: str, entries: Sequence[Entry]) -> None:
-    """Raise UsageError for calls that cannot be told apart by the names of their groups."""
-    if len({entry.pg_id for entry in entries if not entry.process_group[0]}) > 1:
-        raise UsageError(
-            f"{where}: expected groups that have names, got calls of several without one, which cannot be told apart: make "
-            "groups by torch.distributed"
-        )
-
-
 def _of_foreign(where: str, entries: list[Entry], *, keeps_all: bool) -> tuple[list[Entry], int]:
     """The calls without those of commlayer's own groups, which are not all of a group's calls, and how many these
     are. Raises UsageError where there are no others, or all calls are asked for."""
@@ -407,11 +402,6 @@ def _of_foreign(where: str, entries: list[Entry], *, keeps_all: bool) -> tuple[l
             "COMMLAYER_DIAGNOSE_DIR when its calls hang"
         )
     return foreign, num_left_out
-
-
-def _is_of_torchcomms(content: _Content) -> bool:
-    """Tell whether torchcomms' recorder has written it, which lists ranks without brackets."""
-    return any(config.ranks[:1].isdigit() for config in content.pg_config.values())
 
 
 def _as_of_torch(where: str, entries: Sequence[Entry]) -> None:
@@ -483,16 +473,14 @@ def _kept(entries: Sequence[Entry], *, has_lost: bool, keeps_all: bool) -> list[
             last.append(place)
             if len(last) > _MOST_ENDED:
                 del kept[last.popleft()]
-    for entry in kept.values():
-        entry.frames = [] if keeps_all else _innermost(entry.frames)
+    for (
+        entry
+    ) in kept.values():  # the innermost place that is neither torch's nor a decorator's; without one, the innermost
+        own = (
+            [frame]
+            for frame in entry.frames
+            if frame.filename and "/torch/" not in frame.filename and frame.filename[:1] != "<"
+            if frame.filename.rpartition("/")[2] not in _WRAPPERS
+        )
+        entry.frames = [] if keeps_all else next(own, entry.frames[:1])
     return list(kept.values())
-
-
-def _innermost(frames: list[CallFrame]) -> list[CallFrame]:
-    """The innermost place that is neither torch's nor a decorator's, alone; without one, the innermost."""
-    for frame in frames:
-        file = frame.filename
-        is_own = file and "/torch/" not in file and file[:1] != "<"
-        if is_own and file.rpartition("/")[2] not in _WRAPPERS:
-            return [frame]
-    return frames[:1]

@@ -11,7 +11,7 @@ import re
 import socket
 import tempfile
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from time import perf_counter_ns as now
 from types import CodeType
 from typing import IO, Any
@@ -61,6 +61,8 @@ def rank_log(
     made_elsewhere = {thread.ident for thread in threading.enumerate() if isinstance(thread, threading._DummyThread)}
     stacks, is_cut = _stacks()
     threads = _threads(names, stacks)
+    known = {thread.ident for thread in threads} | made_elsewhere  # of whose ends nobody hears
+    hidden = [ident for ident, name in names.items() if ident not in known and not name.startswith(OUR_THREADS)]
     return RankLog(
         job=job,
         rank=rank,
@@ -86,7 +88,7 @@ def rank_log(
             if wait.track in index and not names.get(ident, "").startswith(OUR_THREADS)
         ),
         threads=tuple(threads),
-        hidden=_hidden(names, made_elsewhere, threads) if is_cut else (),
+        hidden=tuple(hidden) if is_cut else (),
         main=threading.main_thread().ident or 0,
         gone=dict(gone),
     )
@@ -129,39 +131,25 @@ def _call(call: Call, group: int, done: int) -> CallLog:
     if call.is_message:
         is_done = track.settled.get((call.collective, call.peer, call.tag), 0) >= number
         return CallLog(peer=call.peer, tag=call.tag, is_async=True, state="done" if is_done else "started", **common)
-    to, of = _in_bytes(call.splits, call.sent_bytes, call.received_bytes, len(track.ranks))
+    coming, going = (None, None) if call.splits is None else call.splits
     state = "done" if number <= done else "started" if number == done + 1 else "issued"
     opts = track.latest if number == track.issued else None
     root = getattr(opts, "rootRank", ANY)
+    reduce = getattr(opts, "reduceOp", None)
     return CallLog(
-        op=_operation(opts),
+        op="" if reduce is None else str(getattr(getattr(reduce, "op", reduce), "name", reduce)),
         stage=track.stage if state != "done" and number == track.issued else "",
         root=track.ranks[root] if 0 <= root < len(track.ranks) else ANY,
-        to=to,
-        of=of,
+        to=_shares(going, call.sent_bytes, len(track.ranks)),
+        of=_shares(coming, call.received_bytes, len(track.ranks)),
         is_async=call.is_async,
         state=state,
         **common,
     )
 
 
-def _operation(opts: Any) -> str:
-    reduce = getattr(opts, "reduceOp", None)
-    return "" if reduce is None else str(getattr(getattr(reduce, "op", reduce), "name", reduce))
-
-
-def _in_bytes(
-    splits: Any, sent: int, received: int, size: int
-) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    """The bytes for and from each member; ``splits``: rows of what comes and of what goes, empty:
-    even; None: none."""
-    if splits is None:
-        return None, None
-    coming, going = splits
-    return _shares(going, sent, size), _shares(coming, received, size)
-
-
 def _shares(rows: Sequence[int] | None, num_bytes: int, size: int) -> tuple[int, ...] | None:
+    """The bytes for or from each member; ``rows``: how many go there, empty: even; None: not known."""
     if rows is None or num_bytes < 0 or (rows and len(rows) != size):
         return None
     if not rows:
@@ -199,42 +187,25 @@ def _stacks() -> tuple[dict[int, list[Site]], bool]:
     while no thread runs. Walking the frame objects of running threads (``sys._current_frames``)
     would be handier, but it has ended a rank of a job with a segmentation fault (Python 3.11.7),
     and a diagnosis must not be what kills a job.
+
+    It comes to the main thread last, so not at all where there are more than a hundred. What it calls
+    itself for each thread, with the interpreter's lock held, is called for that one then. The state of
+    the main thread was kept by that thread itself: to look for it among those of all threads takes
+    several calls, between which others end. Nothing is written where the interpreter does not export
+    the call (Python 3.13), or the main thread has made no group.
     """
     with _memory_file() as file:
         faulthandler.dump_traceback(file, all_threads=True)
         stacks, is_cut = _read_stacks(file, {})
     main = threading.main_thread().ident
-    if is_cut and main is not None and main not in stacks:
-        with _memory_file() as file:
-            _dump_main(file)
-            _read_stacks(file, stacks, main)
-    return stacks, is_cut
-
-
-def _dump_main(file: IO[bytes]) -> None:
-    """Have the interpreter write the places of the main thread.
-
-    faulthandler comes to it last, so not at all where there are more than a hundred. This calls
-    what faulthandler itself calls for each thread, with the interpreter's lock held. Its state was
-    kept by that thread itself: to look for it among those of all threads takes several calls,
-    between which others end. Nothing is written where the interpreter does not export the call
-    (Python 3.13), or the main thread has made no group.
-    """
     dump: Any = getattr(ctypes.pythonapi, "_Py_DumpTraceback", None)
     state = main_state()
-    if dump is None or state is None:
-        return
-    dump.restype = None
-    dump(ctypes.c_int(file.fileno()), ctypes.c_void_p(state))
-
-
-def _hidden(
-    names: Mapping[int, str], made_elsewhere: Collection[int | None], shown: Sequence[ThreadLog]
-) -> tuple[int, ...]:
-    """The threads of the program that are not among those. ``made_elsewhere``: by no Python code,
-    of whose ends nobody hears."""
-    known = {*(thread.ident for thread in shown), *made_elsewhere}
-    return tuple(ident for ident, name in names.items() if ident not in known and not name.startswith(OUR_THREADS))
+    if is_cut and main is not None and main not in stacks and dump is not None and state is not None:
+        with _memory_file() as file:
+            dump.restype = None
+            dump(ctypes.c_int(file.fileno()), ctypes.c_void_p(state))
+            _read_stacks(file, stacks, main)
+    return stacks, is_cut
 
 
 def _read_stacks(

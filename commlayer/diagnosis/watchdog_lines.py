@@ -273,25 +273,18 @@ def _last_failure(events: Sequence[_Event]) -> list[_Event]:
     """The events after the last long silence, or the last start anew; those without times are of one failure."""
     times = sorted({event.time_ns for event in events if event.time_ns})
     gaps = [later for earlier, later in itertools.pairwise(times) if later - earlier > _FAILURE_GAP_NS]
-    for before_ns, after_ns in _falls(events):
-        between = itertools.pairwise(time_ns for time_ns in times if before_ns <= time_ns <= after_ns)
-        gaps.append(max(between, key=lambda pair: pair[1] - pair[0])[1])
-    gaps.sort()
-    return [event for event in events if not event.time_ns or not gaps or event.time_ns >= gaps[-1]]
-
-
-def _falls(events: Sequence[_Event]) -> Iterator[tuple[int, int]]:
-    """The times of two lines of a rank between which it was started anew: the later one counts fewer calls of a group."""
     latest: dict[tuple[object, ...], tuple[int, int]] = {}
     for event in sorted(events, key=lambda event: event.time_ns):
         group = event.group
         if group is None or not event.time_ns or not group.enqueued:
             continue
         key = event.job, event.rank, group.name, group.index, group.place
-        time_ns, enqueued = latest.get(key, (0, 0))
-        if group.enqueued < enqueued and time_ns < event.time_ns:
-            yield time_ns, event.time_ns
+        before_ns, enqueued = latest.get(key, (0, 0))
+        if group.enqueued < enqueued and before_ns < event.time_ns:  # it was started anew between these two lines
+            between = itertools.pairwise(time_ns for time_ns in times if before_ns <= time_ns <= event.time_ns)
+            gaps.append(max(between, key=lambda pair: pair[1] - pair[0])[1])
         latest[key] = event.time_ns, group.enqueued
+    return [event for event in events if not event.time_ns or event.time_ns >= max(gaps, default=0)]
 
 
 def _report(job: str, rank: int, events: Sequence[_Event]) -> RankReport:
