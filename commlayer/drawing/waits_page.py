@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from commlayer.diagnosis.call_logs import RankLog, Site
 from commlayer.diagnosis.diagnosis_words import call_words, headline, in_words, ranks_words, short_call
-from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch, Missing
+from commlayer.diagnosis.findings import Cycle, Diagnosis, Mismatch, Missing, NamedCall
 from commlayer.drawing.page import render
 
 __all__ = ["waits_page"]
@@ -85,47 +85,39 @@ def _summary(diagnosis: Diagnosis) -> list[tuple[str, str]]:
 
 
 def _picture(finding: Cycle | Missing | Mismatch) -> _Picture | None:
-    """Draw who waits for whom; None for calls that differ."""
+    """Draw who waits for whom, a missing rank on the right, and those that wait for it; None for calls that differ."""
     if isinstance(finding, Cycle):
         return _circle(finding)
-    return _star(finding) if isinstance(finding, Missing) else None
-
-
-def _circle(cycle: Cycle) -> _Picture:
-    steps = cycle.steps[:_MOST_BOXES]
-    places, height = _around(len(steps))
-    arrows = []
-    for number, step in enumerate(steps):
-        there = places[(number + 1) % len(steps)]
-        arrows.append(_arrow(places[number], there, f"needs {short_call(step.missing)}"))
-    boxes = [
-        _box(at, f"rank {step.call.rank}", f"in {short_call(step.call)} of group {step.call.group}", step.site)
-        for at, step in zip(places, steps, strict=True)
-    ]
-    label = f"{ranks_words(sorted({step.call.rank for step in cycle.steps}))} wait for each other"
-    rest = f"{ranks_words(cycle.behind)} wait for these." if cycle.behind else ""
-    return _Picture(arrows, boxes, height, label, rest)
-
-
-def _star(missing: Missing) -> _Picture:
-    """The rank that is missing on the right, and those that wait for it."""
-    waiters = missing.waiting[: _MOST_BOXES // 2]
+    if not isinstance(finding, Missing):
+        return None
+    waiters = finding.waiting[: _MOST_BOXES // 2]
     height = max(len(waiters), 1) * (_HEIGHT + 30) + 30
     centre = (_WIDTH - _BOX / 2 - 10, height / 2)
     arrows, boxes = [], []
     for number, waiter in enumerate(waiters):
         at = (_BOX / 2 + 10, 15 + (_HEIGHT + 30) * (number + 0.5))
-        needs = f"needs {short_call(missing.call)}" if number == 0 else ""
+        needs = f"needs {short_call(finding.call)}" if number == 0 else ""
         arrows.append(_arrow(at, centre, needs, bend=0.0))
-        call = waiter.call
-        boxes.append(_box(at, f"rank {call.rank}", f"in {short_call(call)} of group {call.group}", waiter.site))
-    held = "".join(f"in {short_call(each.call)} of group {each.call.group}" for each in missing.held[:1])
-    states = {"gone": missing.how or "has ended", "late": "in no call", "silent": "left no dump or log", "held": held}
-    state = states[missing.why]
-    boxes.append(_box(centre, f"rank {missing.call.rank}", state, missing.at, is_lost=True))
-    more = len(missing.waiting) - len(waiters)
-    rest = f"and {more} more that wait." if more > 0 else ""
-    return _Picture(arrows, boxes, height, f"rank {missing.call.rank} is missing", rest)
+        boxes.append(_waiter_box(at, waiter.call, waiter.site))
+    held = "".join(f"in {short_call(each.call)} of group {each.call.group}" for each in finding.held[:1])
+    states = {"gone": finding.how or "has ended", "late": "in no call", "silent": "left no dump or log", "held": held}
+    name = f"rank {finding.call.rank}"
+    boxes.append(_box(centre, name, states[finding.why], finding.at, is_lost=True))
+    more = len(finding.waiting) - len(waiters)
+    return _Picture(arrows, boxes, height, f"{name} is missing", f"and {more} more that wait." if more > 0 else "")
+
+
+def _circle(cycle: Cycle) -> _Picture:
+    steps = cycle.steps[:_MOST_BOXES]
+    places, height = _around(len(steps))
+    arrows = [
+        _arrow(here, there, f"needs {short_call(step.missing)}")
+        for here, there, step in zip(places, [*places[1:], *places[:1]], steps, strict=True)
+    ]
+    boxes = [_waiter_box(at, step.call, step.site) for at, step in zip(places, steps, strict=True)]
+    label = f"{ranks_words(sorted({step.call.rank for step in cycle.steps}))} wait for each other"
+    rest = f"{ranks_words(cycle.behind)} wait for these." if cycle.behind else ""
+    return _Picture(arrows, boxes, height, label, rest)
 
 
 def _around(count: int) -> tuple[list[Point], float]:
@@ -181,6 +173,10 @@ def _box(place: Point, title: str, words: str, site: Site | None, *, is_lost: bo
         full="" if site is None else str(site),
         is_lost=is_lost,
     )
+
+
+def _waiter_box(place: Point, call: NamedCall, site: Site) -> _Box:
+    return _box(place, f"rank {call.rank}", f"in {short_call(call)} of group {call.group}", site)
 
 
 def _cut(text: str, most: int = 42) -> str:

@@ -14,7 +14,7 @@ both at once; and the next call of a thread as the end of the one before it, whi
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from commlayer.diagnosis.call_logs import GroupLog
@@ -128,22 +128,16 @@ def _calls_by_rank(dumps: Sequence[Dump], groups: DumpGroups) -> dict[int, list[
         dump.rank: {name: groups.group(dump, name) for name in {entry.process_group[0] for entry in dump.entries}}
         for dump in dumps
     }
-    words = _group_words(group for of_rank in groups_of.values() for group in of_rank.values())
-    by_rank = {dump.rank: list(_rank_calls(dump, groups_of[dump.rank], words)) for dump in dumps}
-    _number_lives(by_rank, {dump.rank for dump in dumps if dump.lost})
-    return by_rank
-
-
-def _group_words(groups: Iterable[GroupLog]) -> dict[str, str]:
-    """The words for each group, by its key: its description, with its name where another one of its ranks has the same."""
-    by_key = {group.key: group for group in groups}
+    by_key = {group.key: group for of_rank in groups_of.values() for group in of_rank.values()}
     counts = Counter((group.description, group.ranks) for group in by_key.values())
-    words = {}
+    words = {}  # for each group: its description, with its name where another one of its ranks has the same
     for key, group in by_key.items():
         is_only = counts[group.description, group.ranks] == 1
         described = group.description if is_only or not group.description else f"{group.description} ({group.name})"
         words[key] = shortened(described or group.name)
-    return words
+    by_rank = {dump.rank: list(_rank_calls(dump, groups_of[dump.rank], words)) for dump in dumps}
+    _number_lives(by_rank, {dump.rank for dump in dumps if dump.lost})
+    return by_rank
 
 
 def _number_lives(by_rank: Mapping[int, Sequence[_RankCall]], with_losses: Set[int]) -> None:
@@ -176,6 +170,10 @@ def _rank_calls(dump: Dump, groups: Mapping[str, GroupLog], words: Mapping[str, 
         backend, _, name = entry.profiling_name.partition(":")
         kind = collective_kind(name)
         group = groups[entry.process_group[0]]
+        # In nccl-tests' sense, 0 where they are not known; of an uneven all_to_all what the rank sent or received,
+        # whichever is more.
+        sent, received = entry_bytes(entry)
+        size = received if kind in _SIZED_BY_OUTPUT else sent if kind in _SIZED_BY_INPUT else max(sent, received)
         record = CallRecord(
             lane="",
             group=words[group.key],
@@ -184,7 +182,7 @@ def _rank_calls(dump: Dump, groups: Mapping[str, GroupLog], words: Mapping[str, 
             sequence=entry.collective_seq_id,
             collective=kind,
             plan=shortened(backend),
-            logical_bytes=_logical_bytes(entry, kind),
+            logical_bytes=size if kind != "barrier" and 0 < size < _MOST_BYTES else 0,
             enqueue_ns=max(entry.time_created_ns, 1),  # 0 is "not yet"
             start_ns=entry.time_created_ns,
             end_ns=-1 if entry.has_ended else 0,
@@ -195,14 +193,6 @@ def _rank_calls(dump: Dump, groups: Mapping[str, GroupLog], words: Mapping[str, 
         call = (*line, lives[line], entry.collective_seq_id)
         yield _RankCall(entry, record, lives[line], seen[call])
         seen[call] += 1
-
-
-def _logical_bytes(entry: Entry, kind: str) -> int:
-    """The bytes of a call in nccl-tests' sense, 0 where they are not known; of an uneven all_to_all what
-    the rank sent or received, whichever is more."""
-    sent, received = entry_bytes(entry)
-    size = received if kind in _SIZED_BY_OUTPUT else sent if kind in _SIZED_BY_INPUT else max(sent, received)
-    return size if kind != "barrier" and 0 < size < _MOST_BYTES else 0
 
 
 # Clocks

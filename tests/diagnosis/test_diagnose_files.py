@@ -485,7 +485,7 @@ def test_the_main_thread_is_shown_beside_a_hundred_younger_ones_and_others_are_c
 @pytest.mark.usefixtures("track")
 def test_a_main_thread_that_is_not_shown_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python 3.13 exports no call that would show it."""
-    monkeypatch.setattr(snapshot, "_dump_main", lambda file: None)
+    monkeypatch.setattr(snapshot, "main_state", lambda: None)
     log, _ = log_beside(130)
     assert threading.main_thread().ident in log.hidden
     assert f"  {len(log.hidden)} more threads not shown, among them the main thread\n" in log_words(log)
