@@ -87,7 +87,10 @@ def diagnose_command(
     """
     refused = tuple(name for name, value in (("--output", output), ("--flight-recorder", flight_recorder)) if value)
     damaged: list[str] = []
-    answers = _awaited(paths, watch, refused, damaged) if watch else [_results(_checked(paths), refused, damaged)]
+    absent = next((path for path in paths if not (watch or path.exists())), None)
+    if absent is not None:
+        raise click.UsageError(f"{absent} does not exist (--watch waits for it)")
+    answers = _awaited(paths, watch, refused, damaged) if watch else [_results(paths, refused, damaged)]
     has_found = False
     for results in answers:
         logs, first = next(iter(results.values()))
@@ -113,14 +116,6 @@ def diagnose_command(
             echo(f"dumps: {flight_recorder} (torchfrtrace {flight_recorder})", err=True)
     refuse_damaged(damaged)
     ctx.exit(1 if has_found else 0)
-
-
-def _checked(paths: Sequence[Path]) -> Sequence[Path]:
-    """The paths. Raises UsageError for one that is not there."""
-    for path in paths:
-        if not path.exists():
-            raise click.UsageError(f"{path} does not exist (--watch waits for it)")
-    return paths
 
 
 def _awaited(paths: Sequence[Path], seconds: float, refused: tuple[str, ...], damaged: list[str]) -> Iterator[Judged]:

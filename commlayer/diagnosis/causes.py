@@ -33,6 +33,7 @@ from commlayer.diagnosis.findings import (
 )
 from commlayer.diagnosis.graph import GroupRecord, View, groups_of
 from commlayer.diagnosis.matching import shared_signature
+from commlayer.profiles.counted import listed
 
 __all__ = ["with_cause"]
 
@@ -214,15 +215,15 @@ def _shifted(group: GroupRecord) -> Cause | None:
                 who = f"rank {rank} has {left} of group {group.name}" + f", or rank {other} has {made}" * is_pair
     if not what:
         return None
-    call, its = (NamedCall.of_log(each, group.name, calls[each][number]) for each in (rank, other))
+    call, others_call = (NamedCall.of_log(each, group.name, calls[each][number]) for each in (rank, other))
     return Cause(
         what=what,
         certainty="likely",
         ranks=(rank, other) if is_pair else (rank,),
-        calls=(call, its),
+        calls=(call, others_call),
         words=(
             f"{who}: as call #{number} rank {rank} makes {call.kind} at {call.site}, "
-            f"rank {other} {its.kind} at {its.site}"
+            f"rank {other} {others_call.kind} at {others_call.site}"
         ),
     )
 
@@ -239,11 +240,7 @@ def _order(cycle: Cycle, certainty: str) -> Cause:
         for call in calls[:_MOST_CALLS]
     )
     more = f", and {len(calls) - _MOST_CALLS} more" if len(calls) > _MOST_CALLS else ""
-    do = (
-        f"make their calls of groups {', '.join(groups)} in different orders"
-        if len(groups) > 1
-        else f"make their calls of group {groups[0]} in different orders"
-    )
+    do = f"make their calls of {listed('group', groups)} in different orders"
     if len(ranks) == 1:
         do = "waits for a call of its own"
     return Cause(

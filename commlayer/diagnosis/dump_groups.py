@@ -16,7 +16,7 @@ from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.printable import printable, shortened
 
-__all__ = ["DTYPES", "DumpGroups", "collective_kind", "contradicted_lists", "entry_bytes", "entry_dtype"]
+__all__ = ["RECORDED_DTYPES", "DumpGroups", "collective_kind", "contradicted_lists", "entry_bytes", "entry_dtype"]
 
 _KINDS = (
     ("barrier", "barrier"),
@@ -33,7 +33,7 @@ _KINDS = (
     ("scatter", "scatter"),
 )
 """Words in torch's names of collectives, such as ``_all_gather_base``, and our kinds; the first that fits."""
-DTYPES = {
+RECORDED_DTYPES = {
     "Float": ("float32", 4),
     "Double": ("float64", 8),
     "Half": ("float16", 2),
@@ -96,10 +96,11 @@ class DumpGroups:
         self.users = {name: tuple(sorted(each)) for name, each in users.items()}
 
     @property
-    def inferred_words(self) -> str:
-        """The groups whose members no dump lists, by what they are called."""
+    def assumed(self) -> str:
+        """The sentence on groups whose members no dump lists, by what they are called; empty: there are none."""
         names = [shortened(printable(self.descriptions.get(name, name), keep="")) for name in self.inferred]
-        return counted(len(names), "group") + f" ({', '.join(names[:8])}{', …' if len(names) > 8 else ''})"
+        words = f"{counted(len(names), 'group')} ({', '.join(names[:8])}{', …' if len(names) > 8 else ''})"
+        return f"no dump lists the ranks of {words}: taken from who recorded their calls" if names else ""
 
     def group(self, dump: Dump, name: str) -> GroupLog:
         """The group that ``dump`` calls ``name``. Raises UsageError if its rank is not among those that are listed for it."""
@@ -175,7 +176,7 @@ def collective_kind(name: str) -> str:
 def entry_dtype(entry: Entry) -> tuple[str, int]:
     """Return the name of an entry's dtype and the bytes of an element; "" without tensors, 0 for bytes that are not known."""
     dtypes = [*entry.input_dtypes, *entry.output_dtypes]
-    return DTYPES.get(dtypes[0], (dtypes[0].lower(), 0)) if dtypes else ("", 0)
+    return RECORDED_DTYPES.get(dtypes[0], (dtypes[0].lower(), 0)) if dtypes else ("", 0)
 
 
 def entry_bytes(entry: Entry) -> tuple[int, int]:

@@ -237,8 +237,8 @@ def _of_earlier_run(logs: Sequence[RankLog]) -> Iterator[int]:
 
 def _assumed(diagnosis: Diagnosis, logs: Sequence[RankLog], groups: DumpGroups, *, is_on_device: bool) -> Iterator[str]:
     """The sentences on what was taken for granted in the reading of dumps."""
-    if groups.inferred:
-        yield f"no dump lists the ranks of {groups.inferred_words}: taken from who recorded their calls"
+    if groups.assumed:
+        yield groups.assumed
     if any(isinstance(finding, Cycle) for finding in diagnosis.findings):
         yield (
             "a host that has enqueued nothing more is taken to wait for its device"

@@ -112,7 +112,15 @@ class Evidence:
                 break
             first = first or results
         else:
-            results = first or {"": ([], self._without_calls())}
+            # No file names a call: where programs are, if there are stacks.
+            sentence = (
+                "cannot tell: no line names a rank and a call that has timed out: give the job's dumps or whole logs"
+            )
+            if self.places:
+                sentence = "stacks tell where programs are, and not in which calls: give the job's dumps or logs too"
+            ranks = tuple(sorted({place.rank for place in self.places}))
+            nothing = Diagnosis(findings=(), waits=(), ranks=ranks, without=(), is_timeout=False, open=(sentence,))
+            results = first or {"": ([], with_places(nothing, self.places))}
         undated = [dump.rank for dump in self.dumps if not dump.has_time and not self.logs]
         if undated:
             sentence = (
@@ -141,15 +149,6 @@ class Evidence:
                 diagnosis = with_cause(diagnosis, logs, circles_are="likely", at_most="likely")
             judged[name] = logs, diagnosis
         return judged
-
-    def _without_calls(self) -> Diagnosis:
-        """The result where no file names a call: where programs are, if there are stacks."""
-        ranks = tuple(sorted({place.rank for place in self.places}))
-        sentence = "cannot tell: no line names a rank and a call that has timed out: give the job's dumps or whole logs"
-        if self.places:
-            sentence = "stacks tell where programs are, and not in which calls: give the job's dumps or logs too"
-        nothing = Diagnosis(findings=(), waits=(), ranks=ranks, without=(), is_timeout=False, open=(sentence,))
-        return with_places(nothing, self.places)
 
     def in_words(self) -> str:
         """Say how many files were taken as what."""

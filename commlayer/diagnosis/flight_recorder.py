@@ -15,7 +15,7 @@ from typing import Any
 
 from commlayer.calls.group_life import LIFE_KEY
 from commlayer.diagnosis.call_logs import CallLog, GroupLog, RankLog
-from commlayer.diagnosis.dump_groups import DTYPES
+from commlayer.diagnosis.dump_groups import RECORDED_DTYPES
 from commlayer.profiles.files import write_file
 
 __all__ = ["flight_recorder_dump", "write_flight_recorder"]
@@ -36,7 +36,7 @@ _NAMES = {
     "monitored_barrier": "barrier",
 }
 _STATES = {"issued": "scheduled", "started": "started", "done": "completed"}
-_DTYPES = {name: (of_torch, width) for of_torch, (name, width) in DTYPES.items()}
+_DTYPES = {name: (of_torch, width) for of_torch, (name, width) in RECORDED_DTYPES.items()}
 """The names that torch's recorder gives dtypes, and the bytes of an element."""
 
 

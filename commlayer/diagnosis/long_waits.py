@@ -14,7 +14,7 @@ from time import monotonic
 from time import perf_counter_ns as now
 from typing import NamedTuple
 
-from commlayer.calls.ring import ANY, MESSAGES, Track, Waiting, opened_tracks, recorded_calls, waiting_threads
+from commlayer.calls.ring import ANY, MESSAGES, Track, opened_tracks, recorded_calls, waiting_threads
 
 __all__ = ["LongWait", "LongWaits", "waits_of_this_rank"]
 
@@ -70,16 +70,11 @@ def waits_of_this_rank(rank: int, numbering: str = "") -> list[LongWait]:
                 waits.append(LongWait(track.key, place, call.collective, call.number, call.issued_ns))
     for wait in waiting_threads().values():
         track = wait.track
-        if is_of_it(track) and not _has_ended(wait):
+        done = track.settled.get((wait.kind, wait.peer, wait.tag), 0) if wait.kind in MESSAGES else track.done
+        if is_of_it(track) and wait.number > done:
             place = track.ranks.index(rank)
             waits.append(LongWait(track.key, place, wait.kind, wait.number, wait.since_ns, wait.peer, wait.tag))
     return waits
-
-
-def _has_ended(wait: Waiting) -> bool:
-    track = wait.track
-    done = track.settled.get((wait.kind, wait.peer, wait.tag), 0) if wait.kind in MESSAGES else track.done
-    return wait.number <= done
 
 
 class LongWaits:

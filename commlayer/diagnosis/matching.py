@@ -89,13 +89,15 @@ def _parts(calls: Mapping[int, CallLog], members: Sequence[int]) -> Unlike | Non
     """The splits of each pair of ranks: what one sends to the other against what that one
     expects."""
     member_of = {rank: index for index, rank in enumerate(members)}
-    with_splits = [(receiver, received) for receiver, received in calls.items() if received.of is not None]
+    expected = [(receiver, call.of) for receiver, call in calls.items() if call.of is not None]
     wrong: list[tuple[int, int, int, int]] = []
     for sender, sent in calls.items():
-        for receiver, received in with_splits:
-            going, coming = _going(sent, member_of[receiver]), _coming(received, member_of[sender])
-            if going is not None and coming is not None and going != coming:
-                wrong.append((sender, receiver, going, coming))
+        of_all = sent.sent if sent.kind == "all_gather" and sent.sent >= 0 else None
+        parts = sent.to if sent.kind != "all_gather" else None
+        for receiver, of in expected:
+            going = of_all if parts is None else parts[member_of[receiver]]
+            if going is not None and going != of[member_of[sender]]:
+                wrong.append((sender, receiver, going, of[member_of[sender]]))
     if not wrong:
         return None
     counts = Counter(rank for sender, receiver, _, _ in wrong for rank in {sender, receiver})
@@ -119,16 +121,6 @@ def _totals(calls: Mapping[int, CallLog]) -> Unlike | None:
         odd=odd,
         words=f"splits differ: all members together send {sent} bytes and expect {expected}",
     )
-
-
-def _going(call: CallLog, place: int) -> int | None:
-    if call.kind == "all_gather":
-        return call.sent if call.sent >= 0 else None
-    return None if call.to is None else call.to[place]
-
-
-def _coming(call: CallLog, place: int) -> int | None:
-    return None if call.of is None else call.of[place]
 
 
 def message_difference(send: CallLog, recv: CallLog) -> str:

@@ -14,7 +14,7 @@ both at once; and the next call of a thread as the end of the one before it, whi
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from commlayer.diagnosis.call_logs import GroupLog
@@ -136,26 +136,19 @@ def _calls_by_rank(dumps: Sequence[Dump], groups: DumpGroups) -> dict[int, list[
         described = group.description if is_only or not group.description else f"{group.description} ({group.name})"
         words[key] = shortened(described or group.name)
     by_rank = {dump.rank: list(_rank_calls(dump, groups_of[dump.rank], words)) for dump in dumps}
-    _number_lives(by_rank, {dump.rank for dump in dumps if dump.lost})
-    return by_rank
-
-
-def _number_lives(by_rank: Mapping[int, Sequence[_RankCall]], with_losses: Set[int]) -> None:
-    """Add to the names of groups that were made anew which of them each one is.
-
-    A ring that has lost calls has lost the oldest lives of a group, so there they are counted from the newest one.
-    """
+    # Of groups that were made anew the names say which of them each one is. A ring that has lost calls has lost the
+    # oldest lives of a group, so there they are counted from the newest one.
+    with_losses = {dump.rank for dump in dumps if dump.lost}
     lives: dict[tuple[str, tuple[int, ...], str], dict[int, int]] = defaultdict(dict)
-    for rank, calls in by_rank.items():
-        for each in calls:
-            lives[each.record.group, each.record.ranks, each.record.plan][rank] = each.life + 1
-    for rank, calls in by_rank.items():
-        for each in calls:
-            of_ranks = lives[each.record.group, each.record.ranks, each.record.plan]
-            num_lives = max(of_ranks.values())
-            lost = num_lives - of_ranks[rank] if rank in with_losses else 0
-            if num_lives > 1:
-                each.record.group += f" ({each.life + lost + 1} of {num_lives})"
+    for each in (each for calls in by_rank.values() for each in calls):
+        lives[each.record.group, each.record.ranks, each.record.plan][each.record.rank] = each.life + 1
+    for rank, each in ((rank, each) for rank, calls in by_rank.items() for each in calls):
+        of_ranks = lives[each.record.group, each.record.ranks, each.record.plan]
+        num_lives = max(of_ranks.values())
+        lost = num_lives - of_ranks[rank] if rank in with_losses else 0
+        if num_lives > 1:
+            each.record.group += f" ({each.life + lost + 1} of {num_lives})"
+    return by_rank
 
 
 def _rank_calls(dump: Dump, groups: Mapping[str, GroupLog], words: Mapping[str, str]) -> Iterator[_RankCall]:
@@ -268,8 +261,8 @@ def _notes(
             f"the rings of {listed('rank', lost, _MOST_NAMED)} have lost their oldest calls (TORCH_FR_BUFFER_SIZE makes "
             "rings longer): calls are compared from where all ranks have them"
         )
-    if groups.inferred:
-        yield f"no dump lists the ranks of {groups.inferred_words}: taken from who recorded their calls"
+    if groups.assumed:
+        yield groups.assumed
     if alone := sum(len(ranks) < 2 for _, ranks, *_ in calls):
         yield f"{counted(alone, 'call')} of groups of one rank, as far as the dumps tell: in no table"
     yield from _notes_on_times({key: shared for key, shared in calls.items() if len(key[1]) > 1})
