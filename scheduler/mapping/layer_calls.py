@@ -76,34 +76,28 @@ class LayerCalls:
         key = (exchange, group_nodes(self.cluster, setup, exchange), self.routes(setup))
         fields = self._priced.get(key)
         if fields is None:
-            fields = self._priced[key] = self._call_fields(setup, exchange)
+            price = self.price(setup, exchange)
+            us = price.us * (exchange.count if exchange.collective == SEND_RECV else 1)
+            part = _PARTS.get(exchange.place) or _PARTS.get(exchange.lane, exchange.lane)
+            profile, gpu_shares = self.cluster.profile_of(price.nodes), self._taken(price.nodes, setup, exchange, us)
+            durations_us = (us,) if price.is_whole else None
+            fields = (price.plan, exchange.lane, exchange.axis, durations_us, profile, us, part, *gpu_shares)
+            self._priced[key] = fields
         return PlannedCall(exchange.name, *fields)
-
-    def _call_fields(self, setup: Setup, exchange: StepCollective) -> tuple[Any, ...]:
-        """The fields of an exchange's :class:`PlannedCall` behind its name."""
-        price = self.price(setup, exchange)
-        us = price.us * (exchange.count if exchange.collective == SEND_RECV else 1)
-        part = _PARTS.get(exchange.place) or _PARTS.get(exchange.lane, exchange.lane)
-        profile = self.cluster.profile_of(price.nodes)
-        gpu_shares = self._taken(price.nodes, setup, exchange, us)
-        durations_us = (us,) if price.is_whole else None
-        return price.plan, exchange.lane, exchange.axis, durations_us, profile, us, part, *gpu_shares
 
     def price(self, setup: Setup, exchange: StepCollective) -> ExchangePrice:
         """The price of one call of an exchange."""
-        nodes, collective, size = (
-            group_nodes(self.cluster, setup, exchange),
-            exchange.collective,
-            exchange.logical_bytes,
-        )
-        kernels, kernels_us = self.software.kernels, self.kernels_us(setup, exchange)
+        nodes = group_nodes(self.cluster, setup, exchange)
+        collective, size = exchange.collective, exchange.logical_bytes
+        routes = self.routes(setup)
         link = link_over(nodes).value
         if collective == SEND_RECV:
-            plan = build(_around(exchange, nodes), Strategy.FLAT)
+            # a ring's rounds together as one call: what every rank has comes to every other
+            plan = build(Traffic.on_nodes("all_gather", size * sum(nodes), nodes), Strategy.FLAT)
             return ExchangePrice(nodes, self.pricer.us(SEND_RECV, size, nodes), plan, SEND_RECV, link, True)
-        if kernels is not None and kernels_us is not None:
+        if routes is not None and routes.takes(exchange):
             plan = build(Traffic.on_nodes(collective, size, nodes), Strategy.FLAT)
-            return ExchangePrice(nodes, kernels_us, plan, kernels.name, link, True)
+            return ExchangePrice(nodes, routes.call_us(exchange, self.cluster), plan, routes.kernels.name, link, True)
         if exchange.over is not Span.GROUP:
             plan, us = self.pricer.over(exchange.over, size, nodes)
             return ExchangePrice(nodes, us, plan, plan.steps[0].leg.name, plan.steps[0].resource.value)
@@ -115,9 +109,12 @@ class LayerCalls:
     def _taken(self, nodes: tuple[int, ...], setup: Setup, exchange: StepCollective, us: float) -> tuple[float, float]:
         """The parts of the GPU's multiprocessors, and of its memory's rate, that a call's kernels
         take."""
-        gpu, kernels, routes = self.cluster.gpu, self.software.kernels, self.routes(setup)
-        if kernels is not None and routes is not None and routes.takes(exchange):
-            number, moved = kernels.multiprocessors(len(nodes)), routes.moved_bytes(exchange)
+        gpu, routes = self.cluster.gpu, self.routes(setup)
+        if routes is not None and routes.takes(exchange):
+            number = routes.kernels.multiprocessors(len(nodes))
+            # A row that crosses is read, put into a buffer, read by the card, written by the other one and read there; one that
+            # is passed on is written there, read and put into its place.
+            moved = (5 * routes.network_rows + 3 * routes.sent_rows) * routes.bytes_of(exchange)
         else:
             is_message = exchange.collective == SEND_RECV
             number = NCCL_MESSAGE_MULTIPROCESSORS if is_message else NCCL_MULTIPROCESSORS
@@ -125,14 +122,6 @@ class LayerCalls:
             moved = NCCL_MOVES * exchange.logical_bytes * (exchange.count if is_message else 1 - 1 / ranks)
         moving_us = moved / (gpu.memory_gbps * gpu.memory * 1e3)
         return min(number / gpu.multiprocessors, MOST_TAKEN), min(moving_us / us, MOST_TAKEN) if us else 0.0
-
-    def kernels_us(self, setup: Setup, exchange: StepCollective) -> float | None:
-        """The time of an exchange that goes by the software's kernels, µs; None for another."""
-        routes = self.routes(setup)
-        is_theirs = routes is not None and routes.takes(exchange)
-        if routes is None or not is_theirs:
-            return None
-        return routes.call_us(exchange, self.cluster)
 
     def are_posted(self, setup: Setup) -> bool:
         """Whether the software's kernels send tokens to other nodes through a thread of the host."""
@@ -144,17 +133,8 @@ class LayerCalls:
         kernels = self.software.kernels
         if kernels is None:
             return None
-        key = (
-            setup.tp,
-            setup.cp,
-            setup.pp,
-            setup.ep,
-            setup.etp,
-            setup.micro_batch,
-            setup.exchange,
-            setup.folded,
-            setup.gpus,
-        )
+        degrees = (setup.tp, setup.cp, setup.pp, setup.ep, setup.etp)
+        key = (*degrees, setup.micro_batch, setup.exchange, setup.folded, setup.gpus)
         if key not in self._known_routes:
             nodes = self.cluster.nodes_of(setup.layout("ep"), setup.gpus)
             self._known_routes[key] = TokenRoutes.of(kernels, self.job, setup, nodes, self.software)
@@ -182,18 +162,13 @@ class LayerCalls:
     def least_waits_us(self, setup: Setup) -> float:
         """Bound for how long a layer waits for attention's calls that nothing is computed beside,
         forward and backward, µs."""
-        is_tensor, is_gathered = setup.attention == "tensor", self.software.context == "gather"
-        context = {"context"} if is_gathered else set()
+        context = {"context"} if self.software.context == "gather" else set()
         forward = context | {"before_attention", "after_attention"}
-        backward = context | {"after_attention"} | (set() if is_tensor else {"before_attention"})
-        passes = (
-            (layer_forward(self.job, setup, self.software), forward),
-            (layer_backward(self.job, setup, self.software), backward),
-        )
+        backward = forward - {"before_attention"} if setup.attention == "tensor" else forward
         return sum(
             self.call(setup, each).us
-            for calls, places in passes
-            for each in calls
+            for exchanges, places in ((layer_forward, forward), (layer_backward, backward))
+            for each in exchanges(self.job, setup, self.software)
             if each.place in places and not each.name.endswith(AGAIN)
         )
 
@@ -206,8 +181,3 @@ def group_nodes(cluster: Cluster, setup: Setup, exchange: StepCollective) -> tup
     if exchange.collective != SEND_RECV or sum(nodes) == 1:
         return nodes
     return (1, 1) if len(nodes) > 1 else (2,)
-
-
-def _around(exchange: StepCollective, nodes: tuple[int, ...]) -> Traffic:
-    """Take a ring's rounds together as one call: what every rank has comes to every other."""
-    return Traffic.on_nodes("all_gather", exchange.logical_bytes * sum(nodes), nodes)

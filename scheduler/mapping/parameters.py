@@ -46,6 +46,7 @@ __all__ = [
     "StageEnds",
     "axis_of_whole",
     "bucket_bytes",
+    "by_axis",
     "check",
     "chunks_laid",
     "count",
@@ -457,8 +458,13 @@ def axis_of_whole(setup: Setup, software: Software) -> str:
 
 def layer_parameters(model: ModelShape, setup: Setup, software: Software, moe: bool) -> dict[str, int]:
     """Elements of one layer on one rank, by axis."""
+    return by_axis(_on_axes(_layer(model, _cut_of_weights(setup, software), moe), setup, software))
+
+
+def by_axis(parameters: Iterable[Sized]) -> dict[str, int]:
+    """The elements over each axis, in order of first use."""
     found: dict[str, int] = {}
-    for axis, elements in _on_axes(_layer(model, _cut_of_weights(setup, software), moe), setup, software):
+    for axis, elements in parameters:
         found[axis] = found.get(axis, 0) + elements
     return found
 

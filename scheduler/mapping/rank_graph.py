@@ -99,6 +99,8 @@ class _Graph:
         self.exchanges = {place: [each for each in exchanges if each.place == place] for place in _PLACES}
         self.message_bytes = next((each.logical_bytes for each in self.exchanges["boundary"]), 0)
         self.head = estimator.ends_us(setup)
+        self.kinds = kinds_of_chunks(estimator.job.model, setup.pipeline)
+        """For each chunk, and each of its layers, whether it has experts."""
 
     def made(self) -> list[RankNode]:
         self.edge("parameters")
@@ -108,16 +110,16 @@ class _Graph:
         self.edge("gradients")
         for each in self.exchanges["loss"]:
             if each.axis != "tp":
-                self.join(self.collective(each.name, each.collective, each.logical_bytes, each.axis))
+                self.waits.add(self.collective(each.name, each.collective, each.logical_bytes, each.axis))
         self.compute("optimizer", self.head[2])
         return self.nodes
 
     def forward(self, virtual: int, micro_batch: int) -> None:
         if virtual:
-            self.join(self.message("recv", virtual - 1, virtual, micro_batch, is_forward=True))
+            self.waits.add(self.message("recv", virtual - 1, virtual, micro_batch, is_forward=True))
         else:
             self.ends("embedding", is_gradient=False)
-        for is_moe in self.kinds(virtual):
+        for is_moe in self.kinds[virtual]:
             self.run(self.estimator.programs(self.setup, is_moe)[0], f"forward {micro_batch}")
         if virtual < self.chunks - 1:
             self.message("send", virtual, virtual + 1, micro_batch, is_forward=True)
@@ -128,22 +130,16 @@ class _Graph:
 
     def backward(self, virtual: int, micro_batch: int) -> None:
         if virtual < self.chunks - 1:
-            self.join(self.message("recv", virtual + 1, virtual, micro_batch, is_forward=False))
+            self.waits.add(self.message("recv", virtual + 1, virtual, micro_batch, is_forward=False))
         else:
             self.compute(f"head backward {micro_batch}", self.head[1])
             self.ends("head", is_gradient=True)
-        for is_moe in reversed(self.kinds(virtual)):
+        for is_moe in reversed(self.kinds[virtual]):
             self.run(self.estimator.programs(self.setup, is_moe)[1], f"backward {micro_batch}")
         if virtual:
             self.message("send", virtual, virtual - 1, micro_batch, is_forward=False)
         else:
             self.ends("embedding", is_gradient=True)
-
-    def kinds(self, virtual: int) -> Sequence[bool]:
-        """For each layer of a chunk whether it has experts."""
-        setup = self.setup
-        every = kinds_of_chunks(self.estimator.job.model, setup.pipeline)
-        return every[virtual]
 
     def run(self, program: Sequence[Item], name: str) -> None:
         """The items of a layer's program. What is still under way at its end is waited for by what comes next."""
@@ -153,26 +149,24 @@ class _Graph:
                 if item.us:
                     self.compute(f"{item.name or 'compute'} {name}", item.us)
             elif isinstance(item, Issue):
-                under_way[item.call] = self.planned(item.call, name)
+                call, traffic = item.call, item.call.plan.traffic
+                if is_one_of_two(call.plan):
+                    raise UsageError(
+                        f"{call.name}: tokens go in two levels here, for which a graph of single calls has no words: take the "
+                        "dispatcher nccl, whose tokens go by one all_to_all"
+                    )
+                size, collective = traffic.logical_bytes, traffic.collective
+                under_way[call] = self.collective(f"{call.name} {name}", collective, size, call.group)
             else:
                 self.waits.add(under_way.pop(item.call))
         self.waits |= set(under_way.values())
-
-    def planned(self, call: PlannedCall, name: str) -> int:
-        traffic = call.plan.traffic
-        if is_one_of_two(call.plan):
-            raise UsageError(
-                f"{call.name}: tokens go in two levels here, for which a graph of single calls has no words: take the dispatcher "
-                "nccl, whose tokens go by one all_to_all"
-            )
-        return self.collective(f"{call.name} {name}", traffic.collective, traffic.logical_bytes, call.group)
 
     def ends(self, place: str, *, is_gradient: bool) -> None:
         """Add what the model's ends send for a micro-batch, one after the other."""
         for each in self.exchanges[place]:
             if each.axis == "tp" and each.name.endswith("_gradient") is is_gradient:
                 for _ in range(max(1, each.count // self.count)):
-                    self.join(self.collective(each.name, each.collective, each.logical_bytes, each.axis))
+                    self.waits.add(self.collective(each.name, each.collective, each.logical_bytes, each.axis))
 
     def edge(self, place: str) -> None:
         """Add what a step sends at its start, or at its end; all of it is waited for."""
@@ -207,9 +201,6 @@ class _Graph:
         return self.add(
             RankNode(len(self.nodes), f"{way} {name}", way, 0.0, self.message_bytes, "pp", ends, tag, after)
         )
-
-    def join(self, number: int) -> None:
-        self.waits.add(number)
 
     def add(self, node: RankNode) -> int:
         if node.number >= _MOST_NODES:

@@ -49,7 +49,7 @@ from commlayer.scheduler.mapping.step_memory import StepMemory
 from commlayer.scheduler.mapping.step_parts import StepParts
 from commlayer.scheduler.mapping.step_pipeline import StepPipeline
 from commlayer.scheduler.mapping.validity import LINEAR_RUN, assess, cautions, checked_rows, kind_of
-from commlayer.scheduler.programs import Breakdown, Compute, Item
+from commlayer.scheduler.programs import Compute, Item
 
 __all__ = ["Estimator"]
 
@@ -105,7 +105,7 @@ class Estimator:
                 f"cluster {cluster.name!r} was measured, and nobody measured {software.kernels.name} on it: take a declared "
                 "cluster, the dispatcher nccl or commlayer, or a table of its times"
             )
-        self.notes: tuple[str, ...] = _model_notes(job.model)
+        self.notes: tuple[str, ...] = tuple(_model_notes(job.model))
         if efficiency is None and compute is None:
             efficiency, calibrated = efficiency_for(job.model)
             self.notes += calibrated
@@ -141,18 +141,21 @@ class Estimator:
 
     def work(self, setup: Setup, is_moe: bool) -> LayerWork:
         """Find what one layer computes for a micro-batch."""
-        return self._parts.work(setup, is_moe)
+        return self._parts.builder(setup).work(setup, is_moe)
 
     def programs(self, setup: Setup, is_moe: bool) -> tuple[list[Item], list[Item]]:
         """Return the programs of a layer for one micro-batch, forward and backward; each ends with
         the time for which the host holds it up."""
-        forward, backward = self._parts.programs(setup, is_moe)
-        forward_us, backward_us = self._parts.held_up_us(setup, is_moe)
-        return [*forward, Compute(forward_us, "host")], [*backward, Compute(backward_us, "host")]
+        passes, builder = self._parts.programs(setup, is_moe), self._parts.builder(setup)
+        forward, backward = (
+            [*program, Compute(max(held.total_us - builder.timed(program).total_us, 0.0), "host")]
+            for held, program in zip(self._parts.layer_times(setup, is_moe), passes, strict=True)
+        )
+        return forward, backward
 
     def ends_us(self, setup: Setup) -> tuple[float, float, float]:
         """Time the head of a micro-batch, forward and backward, and the optimizer of a step, µs."""
-        head = head_work(self._parts.job_of(setup), setup, self.compute)
+        head = head_work(self._parts.builder(setup).job, setup, self.compute)
         return head.forward, head.backward, self._parts.optimizer_us(setup)
 
     def estimate(self, setup: Setup, *, detail: bool = True) -> StepEstimate:
@@ -167,7 +170,7 @@ class Estimator:
         A pipeline layout ``auto`` becomes the one that is chosen (:meth:`laid_out`), which the
         estimate's ``setup`` has.
         """
-        job = self._parts.job_of(setup)
+        job = self._parts.builder(setup).job
         setup.check(job)
         setup = self.laid_out(setup, self.memory_limit).setup
         parameters.check(job.model, setup, self.software)
@@ -184,6 +187,8 @@ class Estimator:
         times.parts["optimizer"] = optimizer_us
         times.total_us += optimizer_us
         of_step = flops.of_step(job) / job.gpus / times.total_us * 1e-6
+        worked = sum(times.parts.get(part, 0.0) for part in _WORK)
+        busy = {"compute": worked, "host": times.parts.get("host", 0.0), **times.links}
         found = StepEstimate(
             job=job,
             setup=setup,
@@ -199,7 +204,7 @@ class Estimator:
             links_us={link: us for link, us in times.links.items() if us},
             traffics=(),
             bubble=times.parts.get("bubble", 0.0) / times.total_us,
-            bottleneck=_bottleneck(times),
+            bottleneck=max(busy, key=lambda name: busy[name]),
             notes=(
                 *self.notes,
                 *self._notes(setup, stages, of_step / self.cluster.gpu.bf16_tflops),
@@ -212,27 +217,23 @@ class Estimator:
         note = dispatch_note(self._parts.builder(setup), setup)
         if note and any(stage.sparse for stage in stages):
             yield note
+        job, gpu = self._parts.builder(setup).job, self.cluster.gpu
         if setup.offload != KEPT:
-            yield from self._offload_notes(setup)
-        if mfu > self.cluster.gpu.most_mfu(setup.precision):
+            is_moe, needed = job.model.moe_layers > 0, self.memory(setup)
+            size = memory.offloaded_layer_bytes(job, setup, gpu, software=self.software, is_moe=is_moe)
+            yield (
+                f"{size / 1e6:,.0f} MB of a layer and a micro-batch cross to the host and back, at {gpu.host_gbps:g} GB/s each "
+                f"way, beside a neighbouring layer's work; the fullest GPU has {needed.offloaded / 1e9:.1f} GB in the host's "
+                "memory"
+            )
+            modules = offloaded_modules(setup.offload)
+            for module in sorted(modules):
+                others = canonical_offload("+".join(modules - {module}) or KEPT)
+                is_fit = not unfit_offload(others, setup.recompute)
+                if is_fit and self.memory(replace(setup, offload=others)).total <= needed.total:
+                    yield f"offloading {module} frees nothing here"
+        if mfu > gpu.most_mfu(setup.precision):
             yield f"an MFU of {mfu:.0%} cannot be: look at efficiency, and at a capacity factor that drops what MFU counts"
-
-    def _offload_notes(self, setup: Setup) -> Iterator[str]:
-        """The notes on offloading: what crosses to the host, and which of the modules that were
-        named frees nothing."""
-        job, gpu = self._parts.job_of(setup), self.cluster.gpu
-        size = memory.offloaded_layer_bytes(job, setup, gpu, software=self.software, is_moe=job.model.moe_layers > 0)
-        needed = self.memory(setup)
-        yield (
-            f"{size / 1e6:,.0f} MB of a layer and a micro-batch cross to the host and back, at {gpu.host_gbps:g} GB/s each way, "
-            f"beside a neighbouring layer's work; the fullest GPU has {needed.offloaded / 1e9:.1f} GB in the host's memory"
-        )
-        modules = offloaded_modules(setup.offload)
-        for module in sorted(modules):
-            others = canonical_offload("+".join(modules - {module}) or KEPT)
-            is_fit = not unfit_offload(others, setup.recompute)
-            if is_fit and self.memory(replace(setup, offload=others)).total <= needed.total:
-                yield f"offloading {module} frees nothing here"
 
     def _detailed(
         self, found: StepEstimate, stages: tuple[Stage, ...], gradients: Exposed, weights: Exposed
@@ -261,12 +262,6 @@ class Estimator:
         )
 
 
-def _bottleneck(times: Breakdown) -> str:
-    compute, host = sum(times.parts.get(part, 0.0) for part in _WORK), times.parts.get("host", 0.0)
-    busy = {"compute": compute, "host": host, **times.links}
-    return max(busy, key=lambda name: busy[name])
-
-
 def _traffic(builder: LayerBuilder, setup: Setup, exchange: StepCollective, count: int) -> Traffics:
     """``count`` calls of one kind, with the price of each, for people to read."""
     price, collective, size = builder.calls.price(setup, exchange), exchange.collective, exchange.logical_bytes
@@ -274,24 +269,20 @@ def _traffic(builder: LayerBuilder, setup: Setup, exchange: StepCollective, coun
     return Traffics(*names, collective, size, price.nodes, count, price.us, price.name, price.link)
 
 
-def _model_notes(model: ModelShape) -> tuple[str, ...]:
+def _model_notes(model: ModelShape) -> Iterator[str]:
     """Say what an estimate of ``model`` leaves out, and which of its kernels nobody measured."""
-    found = [f"{model.name} is planned without {model.approximates}"] if model.approximates else []
-    found += [
-        f"the kernels of {name} are taken at the rate of flash attention, which nobody measured: "
-        f"{_published_runs(_UNMEASURED[name])} (docs/published.md)"
-        for name in mechanisms(model)
-        if name in _UNMEASURED
-    ]
-    return tuple(found)
-
-
-def _published_runs(attention: str) -> str:
-    """Say how long published runs with such an attention took beside their plans."""
-    ratios = sorted(1 + row.error for row in checked_rows() if row.kind.attention == attention)
-    if ratios:
-        runs = counted(len(ratios), "published run")
-        return f"{runs} with it took {ratios[0]:.2f} to {ratios[-1]:.2f} times as long as planned"
-    if attention == "linear":
-        return f"one published run with it took {LINEAR_RUN:g} times as long as planned"
-    return "no published run with it is known"
+    if model.approximates:
+        yield f"{model.name} is planned without {model.approximates}"
+    for name in mechanisms(model):
+        if (attention := _UNMEASURED.get(name)) is None:
+            continue
+        published = "no published run with it is known"
+        if ratios := sorted(1 + row.error for row in checked_rows() if row.kind.attention == attention):
+            runs = counted(len(ratios), "published run")
+            published = f"{runs} with it took {ratios[0]:.2f} to {ratios[-1]:.2f} times as long as planned"
+        elif attention == "linear":
+            published = f"one published run with it took {LINEAR_RUN:g} times as long as planned"
+        yield (
+            f"the kernels of {name} are taken at the rate of flash attention, which nobody measured: {published} "
+            "(docs/published.md)"
+        )

@@ -3,19 +3,19 @@ what none can make fast."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import replace
 from typing import get_args
 
 from commlayer.scheduler.mapping.job import ExchangeKind, Setup
 from commlayer.scheduler.mapping.layout_balance import least_slowest_us
 from commlayer.scheduler.mapping.model import layer_kinds
-from commlayer.scheduler.mapping.parameters import Stage
 from commlayer.scheduler.mapping.pipeline_layout import AUTO_LAYOUT
 from commlayer.scheduler.mapping.pipeline_schedule import StageTimes, bubble_us, course, is_dual, merged_shares
 from commlayer.scheduler.mapping.pipeline_stage import exposed_gradients, exposed_parameters, least_exposed, passing
 from commlayer.scheduler.mapping.step_parts import StepParts
 from commlayer.scheduler.mapping.step_pipeline import StepPipeline
+from commlayer.scheduler.programs import run_alone
 
 __all__ = ["LayerBounds", "StepBounds"]
 
@@ -30,30 +30,42 @@ class LayerBounds:
     def least_us(self, setup: Setup, level: int) -> dict[bool, float]:
         """Bound the time of one layer of each kind that the model has, forward and backward, as
         :meth:`StepBounds.us` says."""
-        key = ("layers", level, setup.is_merged, *self._parts.layer_key(setup, True))
-        return self._parts.once(key, lambda: {is_moe: self._layer_us(setup, is_moe, level) for is_moe in self._kinds})
 
-    def _layer_us(self, setup: Setup, is_moe: bool, level: int) -> float:
-        if level >= 2:
-            forward, backward = self._parts.layer_times(setup, is_moe, is_bound=True)
-            return forward.total_us + backward.total_us
-        builder = self._parts.builder(setup)
+        def layers() -> dict[bool, float]:
+            if level < 2:
+                return {is_moe: self._untimed_us(setup, is_moe, level) for is_moe in self._kinds}
+            passes = {is_moe: self._parts.layer_times(setup, is_moe, is_bound=True) for is_moe in self._kinds}
+            return {is_moe: forward.total_us + backward.total_us for is_moe, (forward, backward) in passes.items()}
+
+        return self._parts.once(("layers", level, setup.is_merged, *self._parts.layer_key(setup, True)), layers)
+
+    def _untimed_us(self, setup: Setup, is_moe: bool, level: int) -> float:
+        """Bound the time of one layer, forward and backward, without timing its passes."""
+        parts, builder = self._parts, self._parts.builder(setup)
         any_exchange = not level and not setup.is_merged  # another one has other calls
         exchanges = get_args(ExchangeKind) if any_exchange else (setup.exchange,)
         busy_us = min(sum(builder.host(replace(setup, exchange=each), is_moe).busy_us) for each in exchanges)
-        return max(busy_us, self._passes_us(setup, is_moe, level))
-
-    def _passes_us(self, setup: Setup, is_moe: bool, level: int) -> float:
-        """Bound the time of one layer on the GPU, forward and backward, without timing its passes."""
-        computed = self._computed_us(setup, is_moe)
-        if level:
-            computed += self._waits_us(setup)
+        degrees = (setup.tp, setup.cp, setup.micro_batch, *((setup.ep, setup.etp) if is_moe else ()))
+        key = ("computed", is_moe, *degrees, setup.recompute, setup.precision, setup.attention)
+        computed = parts.once(key, lambda: builder.work(setup, is_moe).step_us(setup.recompute))
+        forward, backward = builder.host(setup, is_moe).launches
+        computed = computed + forward.us + backward.us
+        # with nothing computed, or sent, again
+        plain = setup if setup.recompute == "none" else replace(setup, recompute="none")
+        if level and setup.tp * setup.cp > 1:  # attention's calls, which few of all mappings differ in
+            key = ("waits", setup.tp, setup.cp, setup.micro_batch, setup.attention)
+            computed += parts.once(key, lambda: builder.calls.least_waits_us(plain))
         if not level or not is_moe:
-            return computed
-        exchanged = self._exchanged_us(setup)
+            return max(busy_us, computed)
+        exchanged = 0.0
+        if setup.ep * setup.etp > 1:  # tokens on their way
+            tokens = (setup.micro_batch * self._job.sequence / (setup.cp * setup.tp), setup.precision, setup.attention)
+            groups = map(setup.layout, ("ep", "etp_ep"))
+            key = ("exchanged", *tokens, setup.etp, setup.exchange, *groups, builder.job.imbalance)
+            exchanged = parts.once(key, lambda: builder.calls.least_exchange_us(plain))
         # A micro-batch's exchange has nothing beside it but experts; merged passes have the other micro-batch's.
-        alone = 0.0 if setup.is_merged else computed - self._parts.work(setup, True).beside_us
-        return max(computed, alone + exchanged)
+        alone = 0.0 if setup.is_merged else computed - builder.work(setup, True).beside_us
+        return max(busy_us, computed, alone + exchanged)
 
     def weights(self, setup: Setup, single: dict[bool, float], level: int) -> dict[bool, float]:
         """The least that one layer of each kind takes of a rank, µs of a micro-batch, where passes
@@ -64,39 +76,6 @@ class LayerBounds:
             both = self._parts.merged_times(setup, is_moe, is_bound=True).total_us if level >= 2 else alone
             weights[is_moe] = min(alone, *(alone * (1 - share) + both * share for share in shares))
         return weights
-
-    def _exchanged_us(self, setup: Setup) -> float:
-        """Bound for how long a layer's tokens are on their way. The key: few of all mappings differ
-        in that."""
-        if setup.ep * setup.etp == 1:
-            return 0.0
-        tokens = (setup.micro_batch * self._job.sequence / (setup.cp * setup.tp), setup.precision, setup.attention)
-        key = (
-            "exchanged",
-            *tokens,
-            setup.etp,
-            setup.exchange,
-            *map(setup.layout, ("ep", "etp_ep")),
-            self._parts.job_of(setup).imbalance,
-        )
-        return self._parts.once(key, lambda: self._parts.builder(setup).calls.least_exchange_us(_plain(setup)))
-
-    def _waits_us(self, setup: Setup) -> float:
-        """Bound for how long a layer waits for attention's calls, which few of all mappings differ
-        in."""
-        if setup.tp * setup.cp == 1:
-            return 0.0
-        key = ("waits", setup.tp, setup.cp, setup.micro_batch, setup.attention)
-        return self._parts.once(key, lambda: self._parts.builder(setup).calls.least_waits_us(_plain(setup)))
-
-    def _computed_us(self, setup: Setup, is_moe: bool) -> float:
-        """Time one layer without its calls, forward and backward."""
-        degrees = (setup.tp, setup.cp, setup.micro_batch, *((setup.ep, setup.etp) if is_moe else ()))
-        key = ("computed", is_moe, *degrees, setup.recompute, setup.precision, setup.attention)
-
-        forward, backward = self._parts.builder(setup).host(setup, is_moe).launches
-        computed = self._parts.once(key, lambda: self._parts.work(setup, is_moe).step_us(setup.recompute))
-        return computed + forward.us + backward.us
 
 
 class StepBounds:
@@ -140,19 +119,9 @@ class StepBounds:
         the passes that may hide them but for one layer (the one before the first gradients, or
         behind the last weights), which its host does not hold up."""
         stage = self.parts.stages(setup)[0]
-        degrees = (
-            setup.tp,
-            setup.cp,
-            setup.pp,
-            setup.ep,
-            setup.etp,
-            setup.folded,
-            setup.attention,
-            setup.precision,
-            setup.zero,
-            setup.copies,
-        )
-        key = ("exposed", *degrees, stage.dense, stage.sparse, stage.ends)
+        degrees = (setup.tp, setup.cp, setup.pp, setup.ep, setup.etp, setup.folded)
+        ways = (setup.attention, setup.precision, setup.zero, setup.copies)
+        key = ("exposed", *degrees, *ways, stage.dense, stage.sparse, stage.ends)
         least = self.parts.once(key, lambda: least_exposed(self.parts.builder(setup), setup, stage))
         total = 0.0
         for place, side in (("gradients", 1), ("parameters", 0)):
@@ -162,11 +131,21 @@ class StepBounds:
                     is_moe: self.parts.layer_times(setup, is_moe, is_bound=True)[side].total_us
                     for is_moe in set(stage.kinds)
                 }
-                one = max(self.parts.alone_us(setup, is_moe)[side] for is_moe in layers)
+                one = max(self._alone_us(setup, is_moe)[side] for is_moe in layers)
                 plain = sum(layers[is_moe] for is_moe in stage.kinds) - one
                 us = max(0.0, us - plain * (1 + passing(self.parts.builder(setup), setup)))
             total += us
         return total
+
+    def _alone_us(self, setup: Setup, is_moe: bool) -> tuple[float, float]:
+        """The times of one layer's passes on the GPU, forward and backward, µs, nothing in each
+        other's way: no host holds them up."""
+
+        def times() -> tuple[float, float]:
+            forward, backward = self.parts.programs(setup, is_moe)
+            return run_alone(forward).total_us, run_alone(backward).total_us
+
+        return self.parts.once(("alone", *self.parts.layer_key(setup, is_moe)), times)
 
     def least_pipeline_us(self, setup: Setup, level: int) -> float:
         """Bound the time of all micro-batches, as :meth:`us` says."""
@@ -176,11 +155,16 @@ class StepBounds:
         count, calls = setup.micro_batches(self.job), level >= 2
         single = self.layers.least_us(setup, level)
         sparse, dense = (single.get(is_moe, 0.0) for is_moe in (True, False))
-        alone = [
-            stage.sparse * sparse + stage.dense * dense + self._least_end_us(setup, stage, level) for stage in stages
-        ]
+        alone = []
+        for stage in stages:
+            has_ends = stage.ends.head, stage.ends.modules
+            end_us = self.parts.ends(setup, stage).total_us if calls else 0.0
+            if not calls and any(has_ends):
+                end_us = self.parts.head_us(setup, *has_ends)
+            alone.append(stage.sparse * sparse + stage.dense * dense + end_us)
         if not setup.is_merged:
-            return count * max(alone) + _bubble_us(alone, stages, setup)
+            every = [us for us, stage in zip(alone, stages, strict=True) for _ in range(stage.alike)]
+            return count * max(alone) + bubble_us(every, setup.vpp)
         merged = alone
         if calls:
             merged = [self.pipeline.stage_merged(setup, stage, is_bound=True).total_us for stage in stages]
@@ -198,8 +182,17 @@ class StepBounds:
         count, ranks = setup.passes(self.job), setup.pp // setup.copies
         single = self.layers.least_us(setup, level)
         weights = self.layers.weights(setup, single, level) if setup.is_merged else single
-        head_us = self.parts.head_us(setup, True, False)
-        ends_us = head_us if level < 2 and not self.job.model.mtp_layers else self._all_ends_us(setup, level)
+        head_us = ends_us = self.parts.head_us(setup, True, False)
+        if level >= 2:
+            degrees = (setup.tp, setup.cp, setup.micro_batch, setup.zero, setup.attention, setup.precision)
+
+            def all_us() -> float:
+                stages = self.parts.stages(setup)
+                return sum(self.parts.ends(setup, stage).total_us * stage.alike for stage in stages) / setup.copies
+
+            ends_us = self.parts.once(("all ends", setup.pipeline, *degrees), all_us)
+        elif self.job.model.mtp_layers:
+            ends_us = self.parts.head_us(setup, True, True)
         work = ends_us + sum(number * single[is_moe] for is_moe, number in self.numbers.items())
         busy = ends_us + sum(number * weights[is_moe] for is_moe, number in self.numbers.items())
         slowest = busy / ranks
@@ -210,33 +203,3 @@ class StepBounds:
         # the bubble is the other ranks' work: all but what the slowest takes by itself
         alone = max(1.0, *(single[is_moe] / weights[is_moe] for is_moe in weights)) if setup.is_merged else 1.0
         return slowest * (count - alone / setup.vpp) + work / setup.vpp
-
-    def _all_ends_us(self, setup: Setup, level: int) -> float:
-        """Bound the time of embedding, head and modules of a micro-batch, on whichever ranks they
-        are."""
-        if level < 2:
-            return self.parts.head_us(setup, True, True)
-        degrees = (setup.tp, setup.cp, setup.micro_batch, setup.zero, setup.attention, setup.precision)
-
-        def all_us() -> float:
-            stages = self.parts.stages(setup)
-            return sum(self.parts.ends(setup, stage).total_us * stage.alike for stage in stages) / setup.copies
-
-        return self.parts.once(("all ends", setup.pipeline, *degrees), all_us)
-
-    def _least_end_us(self, setup: Setup, stage: Stage, level: int) -> float:
-        """Bound the time of what a stage has beside its layers, in the same way."""
-        if level >= 2:
-            return self.parts.ends(setup, stage).total_us
-        has = stage.ends.head, stage.ends.modules
-        return self.parts.head_us(setup, *has) if any(has) else 0.0
-
-
-def _plain(setup: Setup) -> Setup:
-    """The same with nothing computed, or sent, again."""
-    return setup if setup.recompute == "none" else replace(setup, recompute="none")
-
-
-def _bubble_us(per_stage: Sequence[float], stages: Sequence[Stage], setup: Setup) -> float:
-    every = [us for us, stage in zip(per_stage, stages, strict=True) for _ in range(stage.alike)]
-    return bubble_us(every, setup.vpp)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from commlayer.profiles.errors import UsageError
@@ -25,7 +26,9 @@ from commlayer.scheduler.lanes import LANES
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layer_table import LayerOp, layer_table
 from commlayer.scheduler.mapping.parameters import (
+    StageEnds,
     bucket_bytes,
+    by_axis,
     cut_of,
     end_parameters,
     ends_at,
@@ -154,7 +157,7 @@ def layer_forward(job: Job, setup: Setup, software: Software, *, moe: bool = Tru
     """List the exchanges of the forward pass of one micro-batch. ``moe`` False: of a layer with a
     dense FFN."""
     sent = (each for _, each in _sent(job, setup, software, moe))
-    return (*_parameters(job, setup, software, moe), *sent)
+    return (*_layer_weights(job, setup, software, moe), *sent)
 
 
 def layer_backward(job: Job, setup: Setup, software: Software, *, moe: bool = True) -> tuple[StepCollective, ...]:
@@ -165,7 +168,7 @@ def layer_backward(job: Job, setup: Setup, software: Software, *, moe: bool = Tr
     gradient that it runs beside.
     """
     forward, ways = _sent(job, setup, software, moe), ways_of(setup.recompute)
-    found = [*_parameters(job, setup, software, moe, again=True)]
+    found = [*_layer_weights(job, setup, software, moe, is_backward=True)]
     found += [_again(each) for op, each in forward if ways & (op.remade | {"full"})]
     # Gradients go to the experts by combine's way back, and come home by dispatch's: each with its own size.
     ways_back = forward
@@ -182,7 +185,11 @@ def layer_backward(job: Job, setup: Setup, software: Software, *, moe: bool = Tr
             found.append(each.renamed("_gradient", logical_bytes=2 * each.logical_bytes))
         else:
             found.append(_mirrored(back))
-    return (*found, *_gradients(job, setup, software, moe))
+    if setup.zero < 2:
+        return tuple(found)
+    # What is not kept whole is summed with every micro-batch.
+    held = layer_parameters(job.model, setup, software, moe)
+    return (*found, *_kept(setup, *(_scattered_sum(axis, count, software) for axis, count in held.items())))
 
 
 def dispatched_rows(job: Job, setup: Setup) -> int:
@@ -210,7 +217,7 @@ def _sent(
     experts with the sizes of what each call's way back sends."""
     tokens_bytes = rows_of_rank(job, setup) * setup.micro_batch * software.activation_bytes
     dispatched: dict[str, list[StepCollective]] = {}
-    for each in _of_dispatcher(job, setup, software, of_gradients=of_gradients) if moe else ():
+    for each in _dispatched(job, setup, software, of_gradients=of_gradients) if moe else ():
         dispatched.setdefault(each.place, []).append(each)
     found = []
     for op in layer_table(job.model, cut_of(setup, software), moe):
@@ -227,77 +234,49 @@ def _sent(
     return [(op, each) for op, each in found if _is_sent(setup, each)]
 
 
-def _of_dispatcher(
-    job: Job, setup: Setup, software: Software, *, of_gradients: bool = False
-) -> tuple[StepCollective, ...]:
-    """List what is exchanged for the experts."""
-    size = (2 * job.model.experts + 3) * _STATISTIC_BYTES * software.balances
-    balance = StepCollective("balance", "stage", "dp", "all_reduce", size, "balance")
+def _dispatched(job: Job, setup: Setup, software: Software, *, of_gradients: bool) -> Iterator[StepCollective]:
+    """The exchanges for the experts: what their balance is judged by, how many rows go where, and these, out and home.
+
+    By all_to_all over ep and all_gather over etp; or all tokens go to all ranks that hold experts, with their choices
+    and weights, and sums come back.
+    """
+    model, both, axis = job.model, setup.ep * setup.etp, "etp_ep" if setup.etp > 1 else "ep"
+    size = (2 * model.experts + 3) * _STATISTIC_BYTES * software.balances
+    yield StepCollective("balance", "stage", "dp", "all_reduce", size, "balance")
+    fixed, each, reached = software.count_words
+    if job.capacity_factor is None or fixed:  # padded rows need none, but for what ranks tell each other beside
+        words = fixed + each * model.experts + (reached * setup.ep if setup.etp == 1 else 0)
+        yield StepCollective("counts", axis, "ep", "all_gather", words * _COUNT_BYTES * both, "counts")
     if setup.exchange == "all_gather":
-        return (balance, *_counts(job, setup, software), *_gathered(job, setup, software))
-    return (balance, *_counts(job, setup, software), *_exchanged(job, setup, software, of_gradients=of_gradients))
-
-
-def _exchanged(job: Job, setup: Setup, software: Software, *, of_gradients: bool = False) -> tuple[StepCollective, ...]:
-    """all_to_all over ep, all_gather over etp, and back."""
-    model = job.model
+        tokens = rows_of_rank(job, setup) * setup.micro_batch * both
+        size, choices = tokens * model.routed_hidden * software.activation_bytes, tokens * model.top_k
+        yield StepCollective("choices", axis, "ep", "all_gather", choices * INDEX_BYTES, "counts")
+        yield StepCollective("tokens", axis, "ep", "all_gather", size, "dispatch")
+        yield StepCollective("weights", axis, "ep", "all_gather", choices * WEIGHT_BYTES, "combine")
+        yield StepCollective("tokens_sum", axis, "ep", "reduce_scatter", size, "combine")
+        return
     rows = dispatched_rows(job, setup)
     out, home = (
         rows * software.row_bytes(model.routed_hidden, to_experts=way is not of_gradients) for way in (True, False)
     )
     weights = rows * WEIGHT_BYTES * software.sends_weights
-    return (
-        StepCollective("dispatch", "ep", "ep", "all_to_all_v", out, "dispatch"),
-        StepCollective("dispatch_weights", "ep", "ep", "all_to_all_v", weights, "dispatch"),
-        StepCollective("experts_gather", "etp", "ep", "all_gather", out * setup.etp, "gather_experts"),
-        StepCollective("experts_gather_weights", "etp", "ep", "all_gather", weights * setup.etp, "gather_experts"),
-        StepCollective("experts_sum", "etp", "ep", "reduce_scatter", home * setup.etp, "scatter_experts"),
-        StepCollective("combine", "ep", "ep", "all_to_all_v", home, "combine"),
-    )
+    yield StepCollective("dispatch", "ep", "ep", "all_to_all_v", out, "dispatch")
+    yield StepCollective("dispatch_weights", "ep", "ep", "all_to_all_v", weights, "dispatch")
+    yield StepCollective("experts_gather", "etp", "ep", "all_gather", out * setup.etp, "gather_experts")
+    yield StepCollective("experts_gather_weights", "etp", "ep", "all_gather", weights * setup.etp, "gather_experts")
+    yield StepCollective("experts_sum", "etp", "ep", "reduce_scatter", home * setup.etp, "scatter_experts")
+    yield StepCollective("combine", "ep", "ep", "all_to_all_v", home, "combine")
 
 
-def _gathered(job: Job, setup: Setup, software: Software) -> tuple[StepCollective, ...]:
-    """All tokens go to all ranks that hold experts, with their choices and weights, and sums come
-    back."""
-    model, axis = job.model, "etp_ep" if setup.etp > 1 else "ep"
-    tokens = rows_of_rank(job, setup) * setup.micro_batch * setup.ep * setup.etp
-    size = tokens * model.routed_hidden * software.activation_bytes
-    return (
-        StepCollective("choices", axis, "ep", "all_gather", tokens * model.top_k * INDEX_BYTES, "counts"),
-        StepCollective("tokens", axis, "ep", "all_gather", size, "dispatch"),
-        StepCollective("weights", axis, "ep", "all_gather", tokens * model.top_k * WEIGHT_BYTES, "combine"),
-        StepCollective("tokens_sum", axis, "ep", "reduce_scatter", size, "combine"),
-    )
-
-
-def _counts(job: Job, setup: Setup, software: Software) -> tuple[StepCollective, ...]:
-    """How many rows go where. Padded rows need none, but for what ranks tell each other beside
-    (:class:`Software`)."""
-    fixed, each, reached = software.count_words
-    if job.capacity_factor is not None and not fixed:
-        return ()
-    words = fixed + each * job.model.experts + (reached * setup.ep if setup.etp == 1 else 0)
-    size = words * _COUNT_BYTES * setup.ep * setup.etp
-    return (StepCollective("counts", "etp_ep" if setup.etp > 1 else "ep", "ep", "all_gather", size, "counts"),)
-
-
-def _parameters(
-    job: Job, setup: Setup, software: Software, moe: bool, *, again: bool = False
+def _layer_weights(
+    job: Job, setup: Setup, software: Software, moe: bool, *, is_backward: bool = False
 ) -> tuple[StepCollective, ...]:
-    """ZeRO-3: a layer's weights are gathered where they are needed."""
+    """ZeRO-3: a layer's weights are gathered where they are needed, also once more for the backward pass."""
     if setup.zero < 3:
         return ()
     held = layer_parameters(job.model, setup, software, moe)
-    found = [_gathered_weights(axis, count, setup, software) for axis, count in held.items()]
-    return _kept(setup, *(map(_again, found) if again else found))
-
-
-def _gradients(job: Job, setup: Setup, software: Software, moe: bool) -> tuple[StepCollective, ...]:
-    """ZeRO-2 and 3: what is not kept whole is summed with every micro-batch."""
-    if setup.zero < 2:
-        return ()
-    held = layer_parameters(job.model, setup, software, moe)
-    return _kept(setup, *(_scattered_sum(axis, count, software) for axis, count in held.items()))
+    gathered = [_gathered_weights(axis, count, setup, software) for axis, count in held.items()]
+    return _kept(setup, *(map(_again, gathered) if is_backward else gathered))
 
 
 def _gathered_weights(axis: str, elements: int, setup: Setup, software: Software, count: int = 1) -> StepCollective:
@@ -325,11 +304,18 @@ def step_exchanges(job: Job, setup: Setup, software: Software, *, stage: int = 0
     """
     if not 0 <= stage < setup.pp:
         raise UsageError(f"stage: expected one of {setup.pp}, from 0, got {stage}")
-    return (
-        *_boundaries(job, setup, software, stage),
-        *_ends(job, setup, software, stage),
-        *_sums(job, setup, software, stage),
+    # Activations to the next stage, their gradients to the one before. With interleaved chunks the last stage's neighbour is the
+    # first, but for the model's own ends; where the V of DualPipeV turns there is none.
+    elements = job.model.streams * job.model.hidden
+    size = rows_of_rank(job, setup) * setup.micro_batch * elements * software.activation_bytes
+    turns = setup.schedule == "dualpipev" and stage == setup.pp - 1
+    ends = ends_at(job.model, setup, stage)
+    forth, back = (
+        setup.passes(job) * (setup.chunks_per_rank - is_end - turns) for is_end in (ends.head, ends.embedding)
     )
+    activations = StepCollective("activations", "pp", "pp", SEND_RECV, size, "boundary", forth)
+    boundaries = activations, replace(_mirrored(activations), count=back)
+    return _kept(setup, *boundaries, *_ends(job, setup, software, ends), *_sums(job, setup, software, stage, ends))
 
 
 def whole_step(job: Job, setup: Setup, software: Software, *, stage: int = 0) -> tuple[StepCollective, ...]:
@@ -343,27 +329,13 @@ def whole_step(job: Job, setup: Setup, software: Software, *, stage: int = 0) ->
     return (*found, *step_exchanges(job, setup, software, stage=stage))
 
 
-def _boundaries(job: Job, setup: Setup, software: Software, stage: int) -> tuple[StepCollective, ...]:
-    """Activations to the next stage, their gradients to the one before. With interleaved chunks the
-    last stage's neighbour is the first, but for the model's own ends; where the V of DualPipeV
-    turns there is none."""
-    elements = job.model.streams * job.model.hidden
-    size = rows_of_rank(job, setup) * setup.micro_batch * elements * software.activation_bytes
-    sent, chunks = setup.passes(job), setup.chunks_per_rank
-    turns = setup.schedule == "dualpipev" and stage == setup.pp - 1
-    ends = ends_at(job.model, setup, stage)
-    forth, back = (sent * (chunks - is_end - turns) for is_end in (ends.head, ends.embedding))
-    activations = StepCollective("activations", "pp", "pp", SEND_RECV, size, "boundary", forth)
-    return _kept(setup, activations, replace(_mirrored(activations), count=back))
-
-
-def _ends(job: Job, setup: Setup, software: Software, stage: int) -> tuple[StepCollective, ...]:
+def _ends(job: Job, setup: Setup, software: Software, ends: StageEnds) -> list[StepCollective]:
     """Embedding, head and loss. Where tp splits the vocabulary, partial rows of the embedding are
     summed and scattered, the head's input is gathered, and the loss needs the largest logit, the
     label's and the sum of exponentials (Megatron-LM)."""
     sent, whole = setup.passes(job), rows_of_rank(job, setup) * setup.tp * setup.micro_batch
     found: list[StepCollective] = []
-    ends, modules = ends_at(job.model, setup, stage), sent * job.model.mtp_layers
+    modules = sent * job.model.mtp_layers
     heads = sent + modules
     if software.splits_ends:
         size = whole * job.model.hidden * software.activation_bytes
@@ -383,10 +355,10 @@ def _ends(job: Job, setup: Setup, software: Software, stage: int) -> tuple[StepC
     axis = "world" if software.sums_loss_over_world else "dp_cp"
     if axis == "world" or ends.head:
         found.append(StepCollective("loss", axis, "ep" if axis == "world" else "dp", "all_reduce", _LOSS_BYTES, "loss"))
-    return _kept(setup, *found)
+    return found
 
 
-def _sums(job: Job, setup: Setup, software: Software, stage: int) -> tuple[StepCollective, ...]:
+def _sums(job: Job, setup: Setup, software: Software, stage: int, ends: StageEnds) -> list[StepCollective]:
     """List the sums of gradients, and the gathers of sharded parameters, over the data-parallel
     ranks.
 
@@ -398,7 +370,6 @@ def _sums(job: Job, setup: Setup, software: Software, stage: int) -> tuple[StepC
     over_tp = replicated_elements(job.model, setup, software, stage) * software.gradient_bytes
     found.append(StepCollective("replicated_gradients", "tp", "tp", "all_reduce", over_tp, "gradients"))
     ties, modules = job.model.ties_embeddings, job.model.mtp_layers > 0
-    ends = ends_at(job.model, setup, stage)
     has_copy = (ties and ends.head) or (modules and ends.modules)
     if (ties or modules) and setup.pp > 1 and ends.embedding != has_copy:
         # Of the stages with the embedding and with its copy alone; there is no axis of those.
@@ -414,7 +385,7 @@ def _sums(job: Job, setup: Setup, software: Software, stage: int) -> tuple[StepC
         found += _of_layers(job, setup, software, stage)
     if setup.copies > 1:
         found += _of_copies(job, setup, software, stage)
-    return _kept(setup, *found)
+    return found
 
 
 def _of_copies(job: Job, setup: Setup, software: Software, stage: int) -> list[StepCollective]:
@@ -426,15 +397,11 @@ def _of_copies(job: Job, setup: Setup, software: Software, stage: int) -> list[S
         elements += number / (axis_size(setup, axis) if setup.zero else 1)
     size = round(elements * software.gradient_bytes)
     # An all_reduce of two ranks sends as much as it has; a reduce_scatter half of it.
-    parts = (
-        (("gradients", size), ("parameters", 0))
-        if not setup.zero
-        else (
-            ("gradients", size // 2),
-            ("parameters", round(elements * software.gathered_weight_bytes(setup.precision)) // 2),
-        )
-    )
-    return [StepCollective(f"copies_{place}", "pp", "dp", SEND_RECV, sent, place) for place, sent in parts]
+    parts = {"gradients": size, "parameters": 0}
+    if setup.zero:
+        weights = round(elements * software.gathered_weight_bytes(setup.precision))
+        parts = {"gradients": size // 2, "parameters": weights // 2}
+    return [StepCollective(f"copies_{place}", "pp", "dp", SEND_RECV, sent, place) for place, sent in parts.items()]
 
 
 def _all_reduced(job: Job, setup: Setup, software: Software, stage: int) -> list[StepCollective]:
@@ -454,9 +421,7 @@ def _all_reduced(job: Job, setup: Setup, software: Software, stage: int) -> list
 def _of_flat_buffers(job: Job, setup: Setup, software: Software, stage: int) -> list[StepCollective]:
     """One reduce_scatter of each axis' gradients after the backward pass, one all_gather of its
     parameters after the step."""
-    totals: dict[str, int] = {}
-    for axis, elements in stage_parameters(job.model, setup, software, stage):
-        totals[axis] = totals.get(axis, 0) + elements
+    totals = by_axis(stage_parameters(job.model, setup, software, stage))
     found = []
     for axis, elements in totals.items():
         row = axis_size(setup, axis) * _SHARD_ELEMENTS
@@ -473,13 +438,11 @@ def _of_layers(job: Job, setup: Setup, software: Software, stage: int) -> list[S
     ends = set(_end_units(job, setup, software, stage))
     for unit in _units(job, setup, software, stage):
         axis, elements, count = unit
-        is_end = unit in ends
-        if setup.zero == 1 or is_end:
+        if setup.zero == 1 or unit in ends:
             found.append(_scattered_sum(axis, elements, software, count * (1 if setup.zero == 1 else sent)))
-        if setup.zero <= 2 or is_end:
-            found.append(
-                _gathered_weights(axis, elements, setup, software, count * (1 if setup.zero <= 2 else 2 * sent))
-            )
+        if setup.zero <= 2 or unit in ends:
+            times = 1 if setup.zero <= 2 else 2 * sent
+            found.append(_gathered_weights(axis, elements, setup, software, count * times))
     return found
 
 
@@ -497,7 +460,5 @@ def _units(job: Job, setup: Setup, software: Software, stage: int) -> list[tuple
 
 def _end_units(job: Job, setup: Setup, software: Software, stage: int) -> list[tuple[str, int, int]]:
     first, last = end_parameters(job.model, setup, software, stage)
-    found: dict[str, int] = {}
-    for axis, elements in (*last, *first):
-        found[axis] = found.get(axis, 0) + elements
+    found = by_axis([*last, *first])
     return [(axis, elements, 1) for axis, elements in found.items()]

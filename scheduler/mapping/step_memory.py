@@ -38,12 +38,8 @@ class StepMemory:
         """Bytes of the fullest GPU. Raises as
         :func:`commlayer.scheduler.mapping.memory.estimate`."""
         laid = self.laid_out(setup, self.limit).setup
-
-        def counted() -> Memory:
-            job, gpu = self.parts.job_of(laid), self.cluster.gpu
-            return memory.estimate(job, laid, software=self.software, gpu=gpu)
-
-        return self.parts.once(("memory", laid), counted)
+        job, software, gpu = self.parts.builder(laid).job, self.software, self.cluster.gpu
+        return self.parts.once(("memory", laid), lambda: memory.estimate(job, laid, software=software, gpu=gpu))
 
     def laid_out(self, setup: Setup, limit: float) -> LaidOut:
         """The setup with the pipeline layout that is fastest among those that fit into ``limit``
@@ -66,7 +62,8 @@ class StepMemory:
             fitting.extend([way] * (self.of(way).total <= limit))
 
         if setup.pipeline.num_chunks <= self.job.model.layers:
-            if self.of(even).total > limit and not self._may_fit(even, limit):
+            job, software, gpu = self.parts.builder(even).job, self.software, self.cluster.gpu
+            if self.of(even).total > limit and not memory.have_room(job, even, limit, software=software, gpu=gpu):
                 return LaidOut(even, False)  # before programs are made for its times
             look_at(even)
             if fitting and times[even] <= self.bounds.least_of_layouts_us(setup, 2) * (1 + _FASTER):
@@ -86,16 +83,6 @@ class StepMemory:
         for way in self._squeezed(setup, first[0], limit):
             look_at(way)
         return LaidOut(min(fitting, key=cost) if fitting else even if even in times else best, False)
-
-    def _may_fit(self, setup: Setup, limit: float) -> bool:
-        """Whether all layers of a setup have room, however they are laid on the ranks."""
-        return memory.have_room(
-            self.parts.job_of(setup),
-            setup,
-            limit,
-            software=self.software,
-            gpu=self.cluster.gpu,
-        )
 
     def _balanced(self, setup: Setup, room: Sequence[int] | None) -> list[Setup]:
         """The balanced layout, if there is one: as layers of ``setup`` take alone, or merged where
@@ -121,7 +108,7 @@ class StepMemory:
         model = self.job.model
         own = owners(setup.schedule, setup.pp, setup.vpp)
         for _ in range(_MOST_ROUNDS):
-            job = self.parts.job_of(start)
+            job = self.parts.builder(start).job
             rooms = memory.rooms(job, start, limit, software=self.software, gpu=self.cluster.gpu)
             counts = [chunk.layers for chunk in parse_layout(start.pipeline_layout)]
             most, fewer = [], []

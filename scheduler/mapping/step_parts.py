@@ -11,7 +11,7 @@ from commlayer.scheduler.mapping import parameters
 from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.job import Job, Setup
-from commlayer.scheduler.mapping.layer_work import AnyCompute, LayerWork, head_work, tokens_of
+from commlayer.scheduler.mapping.layer_work import AnyCompute, head_work, tokens_of
 from commlayer.scheduler.mapping.layers import LayerBuilder
 from commlayer.scheduler.mapping.parameters import Stage
 from commlayer.scheduler.mapping.pipeline_layout import AUTO_LAYOUT, EVEN_LAYOUT
@@ -58,10 +58,6 @@ class StepParts:
         key = ("merged", *self.layer_key(setup, is_moe))
         return self.once(key, lambda: self.builder(setup).merged(setup, is_moe))
 
-    def work(self, setup: Setup, is_moe: bool) -> LayerWork:
-        """Find what one layer computes for a micro-batch."""
-        return self.builder(setup).work(setup, is_moe)
-
     def layer_times(self, setup: Setup, is_moe: bool, *, is_bound: bool = False) -> tuple[Breakdown, Breakdown]:
         """The times of one layer, forward and backward."""
 
@@ -73,25 +69,6 @@ class StepParts:
             return forward, backward
 
         return self.once(("times", is_bound, *self.layer_key(setup, is_moe)), times)
-
-    def alone_us(self, setup: Setup, is_moe: bool) -> tuple[float, float]:
-        """The times of one layer's passes on the GPU, forward and backward, µs, nothing in each
-        other's way: no host holds them up."""
-
-        def times() -> tuple[float, float]:
-            forward, backward = self.programs(setup, is_moe)
-            return run_alone(forward).total_us, run_alone(backward).total_us
-
-        return self.once(("alone", *self.layer_key(setup, is_moe)), times)
-
-    def held_up_us(self, setup: Setup, is_moe: bool) -> tuple[float, float]:
-        """For how long a host that waits holds a layer's passes up, forward and backward, µs."""
-        time, passes = self.builder(setup).timed, self.programs(setup, is_moe)
-        forward, backward = (
-            max(held.total_us - time(program).total_us, 0.0)
-            for held, program in zip(self.layer_times(setup, is_moe), passes, strict=True)
-        )
-        return forward, backward
 
     def programs(self, setup: Setup, is_moe: bool) -> tuple[list[Item], list[Item]]:
         def programs() -> tuple[list[Item], list[Item]]:
@@ -126,16 +103,8 @@ class StepParts:
     def ends(self, setup: Setup, stage: Stage) -> Breakdown:
         degrees = (setup.pp, setup.tp, setup.cp, setup.micro_batch)
         layers = (setup.vpp, setup.pipeline_layout) if setup.zero > 1 else ()
-        key = (
-            "ends",
-            stage.ends,
-            *layers,
-            *degrees,
-            setup.schedule,
-            setup.precision,
-            setup.zero,
-            setup.attention,
-        )
+        ways = (setup.schedule, setup.precision, setup.zero, setup.attention)
+        key = ("ends", stage.ends, *layers, *degrees, *ways)
         return self.once(key, lambda: ends(self.builder(setup), _with_a_layout(setup), stage))
 
     def boundary(self, setup: Setup) -> tuple[float, str]:
@@ -181,9 +150,6 @@ class StepParts:
         degrees = (setup.tp, setup.pp, 0 if is_open else setup.vpp, setup.ep, setup.etp, setup.copies)
         layers = (setup.pipeline_layout, None if is_open else setup.schedule)
         return self.once(("optimizer", *degrees, *layers, setup.zero, setup.attention, setup.precision), time)
-
-    def job_of(self, setup: Setup) -> Job:
-        return self.builder(setup).job
 
     def builder(self, setup: Setup) -> LayerBuilder:
         """The builder for this setup's imbalance, which depends on ep where experts' popularity is

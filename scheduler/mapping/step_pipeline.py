@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 from commlayer.scheduler.mapping import parameters
 from commlayer.scheduler.mapping.job import Setup
-from commlayer.scheduler.mapping.model import ModelShape
 from commlayer.scheduler.mapping.parameters import Stage
 from commlayer.scheduler.mapping.pipeline_layout import EVEN_LAYOUT
 from commlayer.scheduler.mapping.pipeline_orders import laid_out_us
@@ -87,7 +86,11 @@ class StepPipeline:
         themselves. A layer that has no partner in the other task, as the chunks of a rank differ,
         is by itself: one with experts, where there are any."""
         found = Breakdown()
-        alone = _unpaired(self.job.model, setup, stage)
+        # The forward task of a chunk goes with the backward task of the one that is as far from the rank's last as it is from
+        # the first.
+        kinds = parameters.kinds_of_chunks(self.job.model, setup.pipeline)
+        layers = [len(kinds[chunk]) for chunk in setup.pipeline.chunks(stage.number)]
+        alone = sum(abs(one - other) for one, other in zip(layers, reversed(layers), strict=True)) / 2
         for is_moe, number in stage.numbers:
             single = min(float(number), alone)
             alone -= single
@@ -104,7 +107,7 @@ class StepPipeline:
         forward = weights = 0.0
         for is_moe, number in stage.numbers:
             forward += number * self.parts.layer_times(setup, is_moe)[0].total_us
-            weights += number * self.parts.work(setup, is_moe).weights
+            weights += number * self.parts.builder(setup).work(setup, is_moe).weights
         third = self.parts.ends(setup, stage).total_us / 3
         return StageTimes(forward + third, alone_us - forward - third, weights + third, merged_us)
 
@@ -120,8 +123,7 @@ class StepPipeline:
         """For each pipeline rank, where its stage is in ``stages``; only DualPipe and layouts
         that are spelt out ask in which order."""
         if is_dual(setup.schedule) or setup.pipeline_layout != EVEN_LAYOUT:
-            model = self.job.model
-            return parameters.stage_of_ranks(model, setup.pipeline)
+            return parameters.stage_of_ranks(self.job.model, setup.pipeline)
         return [place for place, stage in enumerate(stages) for _ in range(stage.alike)]
 
     def sending_us(self, setup: Setup) -> float:
@@ -131,14 +133,5 @@ class StepPipeline:
         if not us:
             return 0.0
         sends = hops(setup.pp, setup.micro_batches(self.job), setup.vpp, setup.schedule)
-        hidden = self.parts.work(setup, True).attention_weights if sends.merged else 0.0
+        hidden = self.parts.builder(setup).work(setup, True).attention_weights if sends.merged else 0.0
         return sends.alone * us + sends.merged * max(0.0, us - hidden)
-
-
-def _unpaired(model: ModelShape, setup: Setup, stage: Stage) -> float:
-    """Layers of a rank, forward and backward, that are merged with no other: the forward task
-    of a chunk goes with the backward task of the one that is as far from the rank's last as it
-    is from the first."""
-    kinds = parameters.kinds_of_chunks(model, setup.pipeline)
-    layers = [len(kinds[chunk]) for chunk in setup.pipeline.chunks(stage.number)]
-    return sum(abs(one - other) for one, other in zip(layers, reversed(layers), strict=True)) / 2

@@ -18,7 +18,7 @@ from commlayer.scheduler.mapping.cluster import Cluster
 from commlayer.scheduler.mapping.declared_links import FABRICS
 from commlayer.scheduler.mapping.dispatch_kernels import DispatchKernels
 from commlayer.scheduler.mapping.dispatch_levels import parts_of_token
-from commlayer.scheduler.mapping.dispatch_times import DispatchKey, DispatchTimes, MeasuredGroup
+from commlayer.scheduler.mapping.dispatch_times import DispatchKey, MeasuredGroup
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.software import Software
 from commlayer.scheduler.mapping.step_collectives import StepCollective, rows_of_rank
@@ -72,44 +72,36 @@ class TokenRoutes:
         """Rows that cross a rank's card: a token once for each node but its own."""
         return self.tokens * self.nodes * (self.num_nodes - 1) / self.num_nodes
 
-    @property
-    def inside_rows(self) -> float:
-        """Rows that a rank passes on over NVLink: what comes over the rail goes to each other rank of the node."""
-        return self.sent_rows * (self.ranks_per_node - 1) / self.ranks_per_node
-
     def us(self, cluster: Cluster, *, to_experts: bool = False) -> float:
         """The time of one call, µs: the longer of its two ways, with the latencies of the links that it uses.
 
         Raises PlanError for a measured cluster, whose curves are of other calls, where the kernels were
         not measured; DispatchError for a call that a table of times does not have.
         """
-        if self.kernels.measured is not None:
-            return self._measured_us(self.kernels.measured, cluster, to_experts=to_experts)
+        row_bytes = self.out_bytes if to_experts else self.row_bytes
+        if self.kernels.measured is not None:  # of so many tokens that their rows are as many
+            gpu = cluster.gpu.name.partition(" ")[0]
+            group = MeasuredGroup(gpu, self.num_nodes, self.ranks_per_node, *self.routed)
+            way: Literal["dispatch", "combine"] = "dispatch" if row_bytes < self.row_bytes else "combine"
+            key = DispatchKey(group, way, self.kernels.multiprocessors(self.num_nodes))
+            curve, ranks = self.kernels.measured.curve(key), self.ranks
+            if self.num_nodes > 1:  # of nodes or of ranks, whichever a token has more of than the table's
+                ranks = max(ranks, group.ranks_of_token * self.nodes / group.nodes_of_token)
+            return curve.at(self.tokens * ranks * row_bytes)
         longest, latency_us = 0.0, 0.0
+        # what comes over the rail goes to each other rank of the node
+        inside_rows = self.sent_rows * (self.ranks_per_node - 1) / self.ranks_per_node
         inside = cluster.link(Resource.INTRA).used_by(self.ranks_per_node)
         ways = (
             (Resource.INTER, self.network_rows, self.kernels.network),
-            (Resource.INTRA, self.inside_rows, inside * self.kernels.inside_of(cluster.gpu.architecture)),
+            (Resource.INTRA, inside_rows, inside * self.kernels.inside_of(cluster.gpu.architecture)),
         )
-        row_bytes = self.out_bytes if to_experts else self.row_bytes
         for resource, rows, reached in ways:
             if rows:
                 size = self.kernels.sent_bytes(row_bytes, crosses=resource is Resource.INTER)
                 latency_us += cluster.link(resource).latency_us
                 longest = max(longest, rows * size / (reached * cluster.peaks.of(resource) * 1e3))
         return longest + latency_us
-
-    def _measured_us(self, times: DispatchTimes, cluster: Cluster, *, to_experts: bool) -> float:
-        """The time of one call by a table: of so many tokens that their rows are as many."""
-        gpu = cluster.gpu.name.partition(" ")[0]
-        group = MeasuredGroup(gpu, self.num_nodes, self.ranks_per_node, *self.routed)
-        row_bytes = self.out_bytes if to_experts else self.row_bytes
-        way: Literal["dispatch", "combine"] = "dispatch" if row_bytes < self.row_bytes else "combine"
-        curve = times.curve(DispatchKey(group, way, self.kernels.multiprocessors(self.num_nodes)))
-        ranks = self.ranks
-        if self.num_nodes > 1:  # of nodes or of ranks, whichever a token has more of than the table's
-            ranks = max(ranks, group.ranks_of_token * self.nodes / group.nodes_of_token)
-        return curve.at(self.tokens * ranks * row_bytes)
 
     def call_us(self, exchange: StepCollective, cluster: Cluster) -> float:
         """The time of an exchange that these kernels take, µs.
@@ -158,14 +150,6 @@ class TokenRoutes:
             if not each.name.startswith("dispatch_weights")
         )
 
-    def moved_bytes(self, exchange: StepCollective) -> float:
-        """Count the bytes that one call reads and writes in a GPU's memory.
-
-        A row that crosses is read, put into a buffer, read by the card, written by the other one and read there; one that is
-        passed on is written there, read and put into its place.
-        """
-        return (5 * self.network_rows + 3 * self.sent_rows) * self.bytes_of(exchange)
-
     def bytes_of(self, exchange: StepCollective) -> int:
         """Bytes of a row in a call."""
         return self.out_bytes if _goes_to_experts(exchange) else self.row_bytes
@@ -174,20 +158,6 @@ class TokenRoutes:
         """Whether an exchange goes by these kernels."""
         is_rows = exchange.name.partition("_")[0] in ("dispatch", "combine")
         return is_rows and exchange.axis == "ep" and exchange.collective == "all_to_all_v"
-
-    def note(self) -> str:
-        """The way of tokens in words, for people to read."""
-        others, num_ranks = self.num_nodes - 1, self.num_nodes * self.ranks_per_node
-        across = (
-            f"crosses to {self.nodes * others / self.num_nodes:.2g} of {others} other nodes, and " if others else ""
-        )
-        held = self.kernels.multiprocessors(self.num_nodes)
-        return (
-            f"{self.kernels.name}: a token {across}goes to {self.ranks:.2g} of {num_ranks} ranks; its kernels hold {held} "
-            "multiprocessors, which what is computed beside them lacks"
-            + (f"; times of its calls by {self.kernels.measured.source}" if self.kernels.measured else "")
-            + (f"; assumed: {self.kernels.assumed}" if self.kernels.assumed else "")
-        )
 
 
 def _goes_to_experts(exchange: StepCollective) -> bool:
