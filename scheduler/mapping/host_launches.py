@@ -25,7 +25,6 @@ where a sum has 13 %.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -33,7 +32,7 @@ from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layer_table import LayerOp, layer_table
 from commlayer.scheduler.mapping.parameters import cut_of
 from commlayer.scheduler.mapping.software import Graphed, Software
-from commlayer.scheduler.mapping.step_collectives import StepCollective, layer_backward, layer_forward
+from commlayer.scheduler.mapping.step_collectives import layer_backward, layer_forward
 
 __all__ = ["LayerLaunches", "host_calls", "layer_launches", "waits_for_counts"]
 
@@ -73,7 +72,7 @@ def layer_launches(
     is_held = "step" in software.graphs and not waits_for_counts(job, setup, software, posts=posts)
     if software.host == "unknown" or is_held:
         return _NOTHING
-    return _counted(job, setup, software, is_moe, _of_op)
+    return _counted(job, setup, software, is_moe)
 
 
 def host_calls(job: Job, setup: Setup, software: Software, *, is_moe: bool = True) -> LayerLaunches:
@@ -81,37 +80,29 @@ def host_calls(job: Job, setup: Setup, software: Software, *, is_moe: bool = Tru
     launches their kernels in a loop of C++; a router's backward pass is taken to have as many as its
     forward pass. Kernels that dispatch are taken to leave a host as many as calls of all_to_all:
     AWS's Kimi-K2 takes 5 % longer with them (docs/published.md, micro-batch 1)."""
-    return _counted(job, setup, replace(software, kernels=None, fuses_experts=True), is_moe, _calls_of_op)
+    software = replace(software, kernels=None, fuses_experts=True)
+    return _counted(job, setup, software, is_moe, are_calls=True)
 
 
-def _calls_of_op(op: LayerOp, job: Job, setup: Setup, software: Software) -> LayerLaunches:
-    calls = _of_op(op, job, setup, software)
-    return LayerLaunches(calls.forward, max(calls)) if op.name == "router" else calls
-
-
-def _counted(
-    job: Job,
-    setup: Setup,
-    software: Software,
-    is_moe: bool,
-    of_op: Callable[[LayerOp, Job, Setup, Software], LayerLaunches],
-) -> LayerLaunches:
-    """Count a layer by its operations and its calls, with what graphs hold as one."""
+def _counted(job: Job, setup: Setup, software: Software, is_moe: bool, *, are_calls: bool = False) -> LayerLaunches:
+    """Count a layer by its operations and its calls, with what graphs hold as one. ``are_calls``: the host's, as of
+    :func:`host_calls`."""
     found: dict[str, LayerLaunches] = {}
     for op in layer_table(job.model, cut_of(setup, software), is_moe):
         part = _GRAPHED.get(op.name, "")
-        found[part] = found.get(part, _NOTHING) + of_op(op, job, setup, software)
-    for forward, calls in ((1, layer_forward), (0, layer_backward)):
-        for part in _parts_of(calls(job, setup, software, moe=is_moe)):
-            found[part] = found.get(part, _NOTHING) + LayerLaunches(forward, 1 - forward)
+        launches = _of_op(op, job, setup, software)
+        if are_calls and op.name == "router":
+            launches = LayerLaunches(launches.forward, max(launches))
+        found[part] = found.get(part, _NOTHING) + launches
+    for each, calls in ((LayerLaunches(1, 0), layer_forward), (LayerLaunches(0, 1), layer_backward)):
+        for call in calls(job, setup, software, moe=is_moe):
+            part = _GRAPHED.get(call.place, "")
+            for _ in range(call.count):
+                found[part] = found.get(part, _NOTHING) + each
     launches = _NOTHING
     for part, each in found.items():
         launches += LayerLaunches(1, 1) if part in software.graphs else each
     return LayerLaunches(launches.forward, launches.backward + launches.forward * (setup.recompute == "full"))
-
-
-def _parts_of(calls: Iterable[StepCollective]) -> Iterable[str]:
-    return (_GRAPHED.get(call.place, "") for call in calls for _ in range(call.count))
 
 
 def _of_op(op: LayerOp, job: Job, setup: Setup, software: Software) -> LayerLaunches:

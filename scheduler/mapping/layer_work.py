@@ -71,11 +71,11 @@ _HIDING = ("projections", "core", "shared")
 
 
 class SegmentOrder:
-    """The segments of a layer, exchanges among them, in the order of its forward pass (``names``).
+    """The segments of a layer, exchanges among them, in the order of its forward pass.
 
     ``kinds``: the part of a step's time as which each counts. ``gathers``: by segment, the exchange
-    that travels beside its work. ``routed``: those of the routed experts, and of the ways of tokens
-    to them and home; ``around``: the others.
+    that travels beside its work. ``around``: those that are not of the routed experts, nor of the
+    ways of tokens to them and home.
 
     Raises InternalError for rows whose exchanges no program of a layer would send.
     """
@@ -89,10 +89,8 @@ class SegmentOrder:
                 )
         self.ops = ops
         self.kinds = {op.name: op.kind for op in reversed(ops)}
-        self.names = tuple(dict.fromkeys(op.name for op in ops))
         self.gathers = {op.overlaps: op.name for op in ops if op.overlaps}
-        self.routed = tuple(dict.fromkeys(op.name for op in ops if op.is_routed))
-        self.around = tuple(name for name in self.names if name not in self.routed)
+        self.around = tuple(dict.fromkeys(op.name for op in ops if not op.is_routed))
 
     def is_remade(self, segment: str, ways: frozenset[str]) -> bool:
         """Whether ways of recomputation but ``full`` compute a segment, or send it, again."""
@@ -237,12 +235,8 @@ class _Timing:
         }
 
     def row(self, op: LayerOp) -> tuple[Times, float]:
-        """µs of one operation, and of the norm in it."""
+        """µs of one operation, by its part of the layers, and of the norm in it."""
         norm_bytes = op.norm * self.rows["token"] * _BYTES
-        return self.op(op), self.compute.memory_us(norm_bytes) if norm_bytes else 0.0
-
-    def op(self, op: LayerOp) -> Times:
-        """µs of one operation, by its part of the layers."""
         total = self._reordered(op.reorders) if op.reorders else _NO_TIMES
         for product in op.products:
             total += self._product(product)
@@ -251,7 +245,7 @@ class _Timing:
             total += self._memory(moves.forward * rows, moves.backward * rows)
         if op.core is not None:
             total += self._core(op.core)
-        return total * op.part
+        return total * op.part, self.compute.memory_us(norm_bytes) if norm_bytes else 0.0
 
     def _product(self, product: Product) -> Times:
         precision = "bf16" if product.stays_bf16 else self.batch.precision

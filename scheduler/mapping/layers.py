@@ -237,17 +237,7 @@ def dispatch_note(builder: LayerBuilder, setup: Setup) -> str:
         is_counted_once = is_chunked and bool(builder.host(setup, True).launches[0].us)
         return builder.levels(setup)[1] or _LAUNCHES_WITHOUT_CHUNKS * is_counted_once
     if (routes := builder.calls.routes(setup)) is not None:
-        others, ranks = routes.num_nodes - 1, routes.num_nodes * routes.ranks_per_node
-        across = (
-            f"crosses to {routes.nodes * others / routes.num_nodes:.2g} of {others} other nodes, and " if others else ""
-        )
-        held = kernels.multiprocessors(routes.num_nodes)
-        return (
-            f"{kernels.name}: a token {across}goes to {routes.ranks:.2g} of {ranks} ranks; its kernels hold {held} "
-            "multiprocessors, which what is computed beside them lacks"
-            + (f"; times of its calls by {kernels.measured.source}" if kernels.measured else "")
-            + (f"; assumed: {kernels.assumed}" if kernels.assumed else "")
-        )
+        return routes.note()
     if setup.ep == 1:
         return ""
     return (

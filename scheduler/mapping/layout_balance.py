@@ -171,10 +171,8 @@ class _Layout:
 
     def moved(self, slowest: int, works: Sequence[float]) -> bool:
         """Whether one layer of a rank is better with another, which then has it."""
-        best, least = (
-            sorted(works, reverse=True),
-            {chunk: int(chunk < len(self.counts) - 1) for chunk in self.own[slowest]},
-        )
+        best = sorted(works, reverse=True)
+        least = {chunk: int(chunk < len(self.counts) - 1) for chunk in self.own[slowest]}
         takers = sorted((rank for rank in range(len(works)) if rank != slowest), key=lambda rank: (works[rank], rank))
         for rank in takers[:_MOST_TAKERS]:
             if works[rank] >= works[slowest] or self.room_of(rank) < 1:
@@ -184,15 +182,10 @@ class _Layout:
                 if self.counts[chunk] > least[chunk]:
                     self.counts[chunk] -= 1
                     self.counts[to] += 1
-                    if _is_less(sorted(self.works(), reverse=True), best):
+                    pairs = zip(sorted(self.works(), reverse=True), best, strict=True)
+                    now, before = next((pair for pair in pairs if not math.isclose(*pair, rel_tol=1e-9)), (0.0, 0.0))
+                    if now < before:  # the first number that differs
                         return True
                     self.counts[chunk] += 1
                     self.counts[to] -= 1
         return False
-
-
-def _is_less(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether the first number in which two sequences differ is less in ``one``."""
-    differing = ((a, b) for a, b in zip(one, other, strict=True) if not math.isclose(a, b, rel_tol=1e-9))
-    a, b = next(differing, (0.0, 0.0))
-    return a < b

@@ -226,14 +226,7 @@ class Room(NamedTuple):
     kept: float
 
 
-def rooms(
-    job: Job,
-    setup: Setup,
-    limit: float,
-    *,
-    software: Software = MEGATRON,
-    gpu: Gpu | None = None,
-) -> list[Room]:
+def rooms(job: Job, setup: Setup, limit: float, *, software: Software = MEGATRON, gpu: Gpu | None = None) -> list[Room]:
     """The room of each pipeline rank in ``limit`` bytes, where the layout of ``setup`` is spelt
     out; by layers that have experts, where the rank has any. Other arguments and errors as
     :func:`estimate`."""
@@ -253,14 +246,7 @@ def _of_ranks(
     )
 
 
-def have_room(
-    job: Job,
-    setup: Setup,
-    limit: float,
-    *,
-    software: Software = MEGATRON,
-    gpu: Gpu | None = None,
-) -> bool:
+def have_room(job: Job, setup: Setup, limit: float, *, software: Software = MEGATRON, gpu: Gpu | None = None) -> bool:
     """Whether ``limit`` bytes of each GPU may have room for the model's layers, however they are
     laid on a pipeline's ranks: for those of either kind, if there were no others. Other arguments
     and errors as :func:`estimate`."""
@@ -299,7 +285,9 @@ class _Counting:
         if stage.ends.head:
             activations += sizes.logits
         if stage.ends.modules:
-            activations += sizes.modules * under_way[self._chunk_of_modules(stage.number)]
+            laid = parameters.chunks_laid(self.model, setup.pipeline)
+            own = [laid[chunk].modules > 0 for chunk in setup.pipeline.chunks(stage.number)]
+            activations += sizes.modules * under_way[own.index(True)]
         tasks = 2 if setup.is_merged else 1  # both have a layer under way
         buffers, away = sizes.working * tasks, 0.0
         if setup.offload != KEPT:
@@ -310,25 +298,15 @@ class _Counting:
             buffers += min(left, _LAYERS_AHEAD * tasks * mean)
             away = self._over_chunks(held, *(each.crosses for each in sizes.layers))
         if setup.zero >= 2:
-            buffers += _absent(held, self.over) * (self.gradient_bytes + (_WEIGHT if setup.zero >= 3 else 0))
-        return Memory(
-            weights=weights,
-            gradients=gradients,
-            optimizer=optimizer,
-            activations=activations,
-            buffers=buffers,
-            offloaded=away,
-        )
+            # parameters of one layer that other GPUs keep, and that are here only while they are needed
+            absent = sum(elements * (1 - 1 / number) for elements, number in zip(held.layer, self.over, strict=True))
+            buffers += absent * (self.gradient_bytes + (_WEIGHT if setup.zero >= 3 else 0))
+        state = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+        return Memory(**state, activations=activations, buffers=buffers, offloaded=away)
 
     def _under_way(self, held: parameters.StageElements) -> tuple[float, ...]:
         setup = self.setup
         return in_flight_by_chunk(setup.schedule, setup.pp, held.stage.number, self.micro_batches, setup.vpp)
-
-    def _chunk_of_modules(self, rank: int) -> int:
-        """Which of a pipeline rank's chunks has the modules, where the rank has them."""
-        setup = self.setup
-        laid = parameters.chunks_laid(self.model, setup.pipeline)
-        return next(place for place, chunk in enumerate(setup.pipeline.chunks(rank)) if laid[chunk].modules)
 
     def _over_chunks(self, held: parameters.StageElements, sparse: float, dense: float) -> float:
         """The bytes of all layers of a stage, each as often as micro-batches are under way in its
@@ -378,12 +356,6 @@ def offloaded_layer_bytes(
     pass."""
     recipe = None if gpu is None else recipe_of(setup.precision, gpu)
     return _layer_bytes(job, setup, software, recipe)[not is_moe].crosses
-
-
-def _absent(held: parameters.StageElements, over: tuple[int, int, int]) -> float:
-    """Parameters of one layer that other GPUs keep, and that are here only while they are
-    needed."""
-    return sum(elements * (1 - 1 / number) for elements, number in zip(held.layer, over, strict=True))
 
 
 class _LayerBytes(NamedTuple):

@@ -159,6 +159,20 @@ class TokenRoutes:
         is_rows = exchange.name.partition("_")[0] in ("dispatch", "combine")
         return is_rows and exchange.axis == "ep" and exchange.collective == "all_to_all_v"
 
+    def note(self) -> str:
+        """The way of tokens in words, for people to read."""
+        others, ranks = self.num_nodes - 1, self.num_nodes * self.ranks_per_node
+        across = (
+            f"crosses to {self.nodes * others / self.num_nodes:.2g} of {others} other nodes, and " if others else ""
+        )
+        held = self.kernels.multiprocessors(self.num_nodes)
+        return (
+            f"{self.kernels.name}: a token {across}goes to {self.ranks:.2g} of {ranks} ranks; its kernels hold {held} "
+            "multiprocessors, which what is computed beside them lacks"
+            + (f"; times of its calls by {self.kernels.measured.source}" if self.kernels.measured else "")
+            + (f"; assumed: {self.kernels.assumed}" if self.kernels.assumed else "")
+        )
+
 
 def _goes_to_experts(exchange: StepCollective) -> bool:
     """Tokens by dispatch, and gradients by combine's way back."""
