@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -26,19 +25,16 @@ from commlayer.units import format_bytes
 
 __all__ = ["export_command", "import_command", "tuner_command"]
 
-_FILES = click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 _FORCE = click.option("--force", is_flag=True, help="Replace a file that is there.")
-_COLLECTIVE = click.option("--collective", default="", help="What a text of nccl-tests is of, such as all_reduce.")
-_TOPOLOGY = click.option("--topology", type=SHAPE, help="Ranks of each node, such as 2x8, where the files do not say.")
 
 
 @click.command("import", cls=Command)
-@_FILES
+@click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--output", "-o", type=OUTPUT_FILE, required=True, help="Where the profile goes.")
 @click.option("--name", help="The profile's name.  [the output's]")
 @click.option("--base", type=PROFILE, help="A profile of the same cluster, whose other curves and peaks stay.")
-@_COLLECTIVE
-@_TOPOLOGY
+@click.option("--collective", default="", help="What a text of nccl-tests is of, such as all_reduce.")
+@click.option("--topology", type=SHAPE, help="Ranks of each node, such as 2x8, where the files do not say.")
 @_FORCE
 @json_option
 def import_command(
@@ -62,7 +58,13 @@ def import_command(
     """
     if twice := [path for path, count in Counter(path.resolve() for path in files).items() if count > 1]:
         raise UsageError(f"{twice[0]}: expected each file once, got it twice: leave one out")
-    runs = _read(files, collective, topology)
+    nodes = tuple(len(node) for node in Topology.parse(topology).nodes) if topology else ()
+    runs: list[NcclRun] = []
+    for path in files:
+        file_runs, left_out = read_nccl_runs(path, collective, nodes)
+        runs += file_runs
+        for what in left_out:
+            echo_sentence(f"note: {path}: left out {what}", err=True)
     profile = nccl_profile(runs, name=name or output.stem, base=catalog.load_profile(base) if base else None)
     try:
         profile.save(output, new_only=not force)
@@ -146,17 +148,6 @@ def tuner_command(profile_name: str, kind: str, group: str | None, begin: int, e
         write_file(output, text)
         variable = "NCCL_TUNER_CONFIG_FILE" if kind == "nccl" else "NCCLX_TUNER_CONFIG_FILE"
         echo_sentence(f"{output}: {counted(len(rows), 'row')}; {variable} names it to NCCL")
-
-
-def _read(files: Sequence[Path], collective: str, topology: str | None) -> list[NcclRun]:
-    nodes = tuple(len(node) for node in Topology.parse(topology).nodes) if topology else ()
-    runs = []
-    for path in files:
-        file_runs, left_out = read_nccl_runs(path, collective, nodes)
-        runs += file_runs
-        for what in left_out:
-            echo_sentence(f"note: {path}: left out {what}", err=True)
-    return runs
 
 
 def _of_profile(profile: Profile, group: str | None, begin: int, end: int) -> tuple[list[TunerRow], list[str]]:

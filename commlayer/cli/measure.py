@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from commlayer.profiles.nccl_table import NcclRow
     from commlayer.profiles.profile import Profile
 
-__all__ = ["link_rates", "measure_command", "measure_here", "measure_job"]
+__all__ = ["link_rates", "measure_command", "measure_job"]
 
-DEVICES = ("cpu", "cuda")
 Rows = list[tuple[str, str, int, "NcclRow"]]
 """Collective, link class, group size, and the line of the table."""
 
@@ -42,7 +41,7 @@ _sweep_options = in_order(
 @_sweep_options
 @click.option(
     "--device",
-    type=click.Choice(DEVICES),
+    type=click.Choice(["cpu", "cuda"]),
     help="Whose links: the CPU's over Gloo, or a GPU's over NCCL.  [cuda where there is one]",
 )
 @click.option("-o", "--output", type=OUTPUT_FILE, help="Write the profile here.")
@@ -73,7 +72,8 @@ def measure_command(
     if device == "cuda" and place.emulate is not None:
         raise UsageError("--device cuda: the ranks of an emulated cluster have no GPU each: say --device cpu")
     check_has_links(place)
-    outcome = measure_here(place, _sweep(**options), name)
+    sweep = replace(_sweep(**options), inter_gbps=place.inter_gbps, intra_gbps=place.intra_gbps)
+    outcome = run_job(place, measure_job, sweep, place, name)
     if outcome is None:
         return
     measured, rows = outcome
@@ -108,12 +108,6 @@ def _sweep(min_bytes: int, max_bytes: int, factor: float, iters: int, warmup: in
     most = min(iters, options.group_repeats.max_repeats)
     groups = replace(options.group_repeats, warmup=warmup, min_repeats=min(3, iters), max_repeats=most)
     return replace(options, group_repeats=groups)
-
-
-def measure_here(place: Place, options: SweepOptions, name: str | None) -> tuple[Profile, Rows] | None:
-    """Measure the cluster at ``place``; return None on ranks that do not print."""
-    options = replace(options, inter_gbps=place.inter_gbps, intra_gbps=place.intra_gbps)
-    return run_job(place, measure_job, options, place, name)
 
 
 def measure_job(options: SweepOptions, place: Place, name: str | None) -> tuple[Profile, Rows]:

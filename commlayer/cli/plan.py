@@ -178,7 +178,13 @@ def _show(decision: Decision, profile: Profile, show_all: bool) -> None:
         ranked = sorted(members, key=lambda timeline: timeline.total_us)[: None if show_all else _BEST_COUNTS]
         shown += [member for member in members if member in ranked or member is decision.timeline]
     flat_us = next((t.total_us for t in decision.candidates if t.plan.strategy is Strategy.FLAT), 0.0)
-    rows = [_cells(timeline, flat_us, timeline is decision.timeline) for timeline in shown]
+    rows = []
+    for timeline in shown:
+        marks = ["◀ chosen"] * (timeline is decision.timeline) + ["extrapolated"] * timeline.is_extrapolated
+        ratio = f"{timeline.total_us / flat_us:.3f}" if flat_us else "–"
+        name, chunks, wire = timeline.plan.strategy.value, str(timeline.plan.chunks), str(timeline.plan.wire)
+        cells = [name, chunks, wire, f"{timeline.total_us / 1e3:.3f}", ratio, timeline.bottleneck.value]
+        rows.append([*cells, ", ".join(marks)])
     is_one_wire = len({timeline.plan.wire for timeline in shown}) == 1
     print_table(
         ["strategy", ">chunks", "wire", ">predicted ms", ">/ flat", "bottleneck", ""],
@@ -198,16 +204,3 @@ def _show(decision: Decision, profile: Profile, show_all: bool) -> None:
     objection = decision.plan.capture_objection
     echo_sentence(f"on a device, in a CUDA graph: {f'no, for {objection}' if objection else 'yes'}")
     echo_sentence(decision.reason())
-
-
-def _cells(timeline: Timeline, flat_us: float, is_chosen: bool) -> list[str]:
-    marks = ["◀ chosen"] * is_chosen + ["extrapolated"] * timeline.is_extrapolated
-    return [
-        timeline.plan.strategy.value,
-        str(timeline.plan.chunks),
-        str(timeline.plan.wire),
-        f"{timeline.total_us / 1e3:.3f}",
-        f"{timeline.total_us / flat_us:.3f}" if flat_us else "–",
-        timeline.bottleneck.value,
-        ", ".join(marks),
-    ]

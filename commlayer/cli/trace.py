@@ -19,7 +19,7 @@ from commlayer.profiles import catalog
 from commlayer.profiles.counted import counted, listed
 from commlayer.profiles.topology import Topology
 from commlayer.traces.analyse import GroupTimes, LaneTimes, Selected, Window, group_times, lane_times, lateness, plans
-from commlayer.traces.chrome_of_job import merged_events
+from commlayer.traces.chrome_of_job import rank_events
 from commlayer.traces.rank_files import write_trace
 from commlayer.traces.workload import GroupWork, plan_command, workload
 from commlayer.units import format_bytes, format_us
@@ -125,7 +125,8 @@ def trace(
                 "versions": first.versions,
                 "clock_error_us": {str(rank): ns / 1e3 if ns >= 0 else None for rank, ns in errors.items()},
             }
-            write_trace(target, merged_events([(rank.trace, rank.calls) for rank in each.ranks]), otherData=about)
+            events = (event for rank in each.ranks for event in rank_events(rank.trace, rank.calls))
+            write_trace(target, events, otherData=about)
             tell("trace", target)
     _print(jobs, work, profile_name, show_all=show_all, as_json=as_json)
     refuse_damaged(damaged)

@@ -390,19 +390,11 @@ def nccl_profile(runs: Iterable[NcclRun], *, name: str, base: Profile | None = N
     said = source or f"{origin} from {', '.join(dict.fromkeys(run.source for run in runs))}"
     if base:
         said += f"; all else from {base.name}: {base.source}"
-    return Profile.create(
-        name=name,
-        kind=kind,
-        source=said,
-        topology=shape,
-        peaks=base.peaks if base else _peaks(curves.values()),
-        gather=base.gather if base else "remote",
-        curves=(known | curves).values(),
-        interference=base.interference if base else (),
-        slow_links=base.slow_links if base else (),
-        environment={**(base.environment if base else {}), "backend": "nccl"},
-        plan_from_bytes=base.plan_from_bytes if base else 0,
-    )
+    fields: dict[str, Any] = {"name": name, "kind": kind, "source": said, "curves": (known | curves).values()}
+    if base:
+        return base.replace(**fields, environment={**base.environment, "backend": "nccl"})
+    peaks, environment = _peaks(curves.values()), {"backend": "nccl"}
+    return Profile.create(**fields, topology=shape, peaks=peaks, gather="remote", environment=environment)
 
 
 def _keys(run: NcclRun) -> Iterator[tuple[str, str, int]]:

@@ -15,12 +15,12 @@ from typing import Any
 from commlayer.calls.ring import StepRecord
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.lanes import LANES
-from commlayer.traces.call_records import CallRecord, Mark
+from commlayer.traces.call_records import CallRecord
 from commlayer.traces.chrome_of_plan import metadata_event, slice_times
 from commlayer.traces.intervals import Interval, rows_without_overlap
 from commlayer.traces.rank_files import RankTrace
 
-__all__ = ["call_label", "lane_place", "merged_events", "rank_events", "running"]
+__all__ = ["call_label", "lane_place", "rank_events", "running"]
 
 Event = dict[str, Any]
 _Slices = list[tuple[Interval, Callable[[], Event]]]
@@ -76,14 +76,10 @@ def rank_events(trace: RankTrace, calls: Sequence[CallRecord] | None = None) -> 
     yield from _queued(trace.rank, shown, clock)
 
 
-def merged_events(ranks: Sequence[tuple[RankTrace, Sequence[CallRecord]]]) -> Iterator[Event]:
-    """The events of several ranks, all on rank 0's clock."""
-    for trace, calls in ranks:
-        yield from rank_events(trace, calls)
-
-
 def _tracks(trace: RankTrace, calls: Sequence[CallRecord]) -> Iterator[tuple[str, _Slices]]:
-    yield "program", _program(trace, calls)
+    marks = [((mark.start_ns, mark.end_ns), partial(dict, name=mark.name, cat="program")) for mark in trace.marks]
+    waits = [(span, partial(_wait, call)) for call in calls for span in call.waited]
+    yield "program", [*marks, *waits]
     for lane in sorted({call.lane for call in calls}, key=lane_place):
         started = [call for call in calls if call.lane == lane and call.start_ns]
         name = f"lane {lane}" if lane else "no lane"
@@ -106,16 +102,15 @@ def _tracks(trace: RankTrace, calls: Sequence[CallRecord]) -> Iterator[tuple[str
                 if step.resource == resource
             ],
         )
-        yield resource.upper(), _steps(calls, resource)
-
-
-def _program(trace: RankTrace, calls: Sequence[CallRecord]) -> _Slices:
-    slices: _Slices = [((mark.start_ns, mark.end_ns), partial(_mark, mark)) for mark in trace.marks]
-    return slices + [(span, partial(_wait, call)) for call in calls for span in call.waited]
-
-
-def _mark(mark: Mark) -> Event:
-    return {"name": mark.name, "cat": "program"}
+        yield (
+            resource.upper(),
+            [
+                (span, partial(_step, call, step))
+                for call in calls
+                for step, span in zip(call.steps, running(call), strict=True)
+                if step.resource == resource
+            ],
+        )
 
 
 def _wait(call: CallRecord) -> Event:
@@ -136,15 +131,6 @@ def _call(call: CallRecord) -> Event:
         "predicted_us": call.predicted_us if call.predicted_us >= 0 else "none",
     }
     return {"name": call_label(call) + ("" if call.end_ns else " (never ended)"), "cat": "call", "args": args}
-
-
-def _steps(calls: Sequence[CallRecord], resource: str) -> _Slices:
-    return [
-        (span, partial(_step, call, step))
-        for call in calls
-        for step, span in zip(call.steps, running(call), strict=True)
-        if step.resource == resource
-    ]
 
 
 def _step(call: CallRecord, step: StepRecord, *, is_predicted: bool = False) -> Event:

@@ -35,7 +35,18 @@ def chrome_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
             row = _ROWS[resource]
             events.append(metadata_event("thread_name", pid, row, name=resource.value.upper()))
             events.append(metadata_event("thread_sort_index", pid, row, sort_index=row))
-        events += _steps(pid, timeline)
+        steps = timeline.plan.steps
+        for index, (step, (start, end)) in enumerate(zip(steps, timeline.spans, strict=True)):
+            about = {
+                "step": index,
+                "chunk": step.chunk,
+                "bytes": step.bytes,
+                "from": step.source.value,
+                "to": step.target.value,
+                "after": [f"{earlier}: {_label(steps[earlier])}" for earlier in step.after],
+            }
+            span_ns = (round(1e3 * start), round(1e3 * end))
+            events.append(complete_event(_label(step), step.op.value, pid, _ROWS[step.resource], span_ns, about))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -70,28 +81,6 @@ def _us(ns: int) -> float:
     """µs that are as many ns where they are multiplied by 1,000 and cut off, as Perfetto does."""
     us = ns / 1e3
     return us if int(us * 1e3) == ns else math.nextafter(us, math.inf)
-
-
-def _steps(pid: int, timeline: Timeline) -> list[dict[str, Any]]:
-    steps = timeline.plan.steps
-    return [
-        complete_event(
-            _label(step),
-            step.op.value,
-            pid,
-            _ROWS[step.resource],
-            (round(1e3 * start), round(1e3 * end)),
-            {
-                "step": index,
-                "chunk": step.chunk,
-                "bytes": step.bytes,
-                "from": step.source.value,
-                "to": step.target.value,
-                "after": [f"{earlier}: {_label(steps[earlier])}" for earlier in step.after],
-            },
-        )
-        for index, (step, (start, end)) in enumerate(zip(steps, timeline.spans, strict=True))
-    ]
 
 
 def _label(step: Step) -> str:

@@ -30,7 +30,7 @@ from commlayer.settings import Settings
 from commlayer.traces import recorder as recorder_module
 from commlayer.traces.analyse import Window, group_times, lane_times, lateness, plans, select
 from commlayer.traces.call_records import CallRecord, Mark, rank_name
-from commlayer.traces.chrome_of_job import merged_events, rank_events, running
+from commlayer.traces.chrome_of_job import rank_events, running
 from commlayer.traces.clock import ClockReading, clock_identity, clock_offset_ns, exchange_clocks, to_job_ns
 from commlayer.traces.intervals import length, rows_without_overlap, union
 from commlayer.traces.rank_files import RankTrace, rank_paths, read_folder, write_trace
@@ -537,7 +537,7 @@ def test_nothing_overlaps_on_a_track() -> None:
 
 
 def test_tracks_of_different_ranks_have_different_numbers() -> None:
-    events = merged_events([(trace, trace.calls) for trace in job()])
+    events = (event for trace in job() for event in rank_events(trace))
     owners: dict[int, set[int]] = {}
     for event in events:
         if event["ph"] == "X":
