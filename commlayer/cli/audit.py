@@ -98,21 +98,17 @@ def _notes(audit: JobAudit, *, is_folder: bool) -> list[str]:
     notes = []
     if audit.missing and is_folder:
         notes.append(
-            f"no file of {_ranks(audit.missing)} of {audit.world_size}: killed before it wrote one, or not copied from another "
-            "machine"
+            f"no file of {listed('rank', audit.missing, most=8)} of {audit.world_size}: killed before it wrote one, or not "
+            "copied from another machine"
         )
     if audit.unfinished:
         notes.append(
-            f"{_ranks(audit.unfinished)} did not write at the end: still running, or killed; what came in the last half minute "
-            "is not here"
+            f"{listed('rank', audit.unfinished, most=8)} did not write at the end: still running, or killed; what came in the "
+            "last half minute is not here"
         )
     if not audit.groups and not audit.placements:
         notes.append("no call was audited here: calls are whose plan was chosen by a price, flat ones included")
     return notes
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return listed("rank", ranks, most=8)
 
 
 def _show(audit: JobAudit, show_all: bool) -> None:

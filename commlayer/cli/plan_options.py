@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import click
@@ -77,71 +77,58 @@ def policy_of(options: Mapping[str, Any]) -> Policy:
     )
 
 
-def _is_sized(options: Mapping[str, Any]) -> bool:
-    return options["nbytes"] is not None
-
-
-def _is_group(options: Mapping[str, Any]) -> bool:
-    return bool(options["collective"] != "all_to_all")
-
-
-def _is_only(kinds: set[str], options: Mapping[str, Any]) -> bool:
-    return bool(options["strategies"]) and kinds >= set(options["strategies"])
-
-
-_Rule = tuple[str, Callable[[Mapping[str, Any]], bool], str]
-_IGNORED: tuple[_Rule, ...] = (
-    (
-        "siblings",
-        lambda options: not _is_group(options),
-        "--siblings is for collectives other than all_to_all, got it with --collective all_to_all, whose groups are --tp and "
-        "--ep: leave it out",
-    ),
-    (
-        "group",
-        lambda options: not _is_group(options),
-        "--group is for collectives other than all_to_all, got it with --collective all_to_all, whose groups are --tp and --ep: "
-        "use those, or --collective all_to_all_v",
-    ),
-    (
-        "top_k",
-        _is_sized,
-        "--top-k is for a size from --batch, --sequence and --hidden, got it with --bytes, which is the whole size: leave it out",
-    ),
-    (
-        "dtype",
-        lambda options: _is_sized(options) and options["wire"] is None,
-        "--dtype is for a size from --batch, --sequence and --hidden, or for --wire, got it with --bytes alone: leave it out",
-    ),
-    (
-        "gather",
-        _is_group,
-        "--gather is for --collective all_to_all, got it with another, whose all_gather moves what it must: leave it out",
-    ),
-    (
-        "gather",
-        lambda options: _is_only(_FLAT, options),
-        "--gather is for strategies that gather, got only flat ones by --strategy: leave it out, or allow hierarchical",
-    ),
-    (
-        "max_chunks",
-        lambda options: _is_only({strategy.value for strategy in Strategy} - _CHUNKED, options),
-        "--max-chunks is for strategies in chunks, got none by --strategy: leave it out, or allow pipelined",
-    ),
-    (
-        "show_all",
-        lambda options: bool(options["as_json"]),
-        "--all is for the table, got it with --json, which always has every chunk count: leave it out",
-    ),
-)
-"""An option that was given, when it would change nothing, and what to say then."""
-
-
 def refuse_ignored(given: Iterable[str], options: Mapping[str, Any]) -> None:
     """Raise UsageError for an option that was given and would be ignored; says which, beside what, and what to do."""
+    is_sized, strategies = options["nbytes"] is not None, set(options["strategies"])
+    is_group = options["collective"] != "all_to_all"
+    rules = (
+        (
+            "siblings",
+            not is_group,
+            "--siblings is for collectives other than all_to_all, got it with --collective all_to_all, whose groups are --tp and "
+            "--ep: leave it out",
+        ),
+        (
+            "group",
+            not is_group,
+            "--group is for collectives other than all_to_all, got it with --collective all_to_all, whose groups are --tp and "
+            "--ep: use those, or --collective all_to_all_v",
+        ),
+        (
+            "top_k",
+            is_sized,
+            "--top-k is for a size from --batch, --sequence and --hidden, got it with --bytes, which is the whole size: leave it "
+            "out",
+        ),
+        (
+            "dtype",
+            is_sized and options["wire"] is None,
+            "--dtype is for a size from --batch, --sequence and --hidden, or for --wire, got it with --bytes alone: leave it out",
+        ),
+        (
+            "gather",
+            is_group,
+            "--gather is for --collective all_to_all, got it with another, whose all_gather moves what it must: leave it out",
+        ),
+        (
+            "gather",
+            strategies and strategies <= _FLAT,
+            "--gather is for strategies that gather, got only flat ones by --strategy: leave it out, or allow hierarchical",
+        ),
+        (
+            "max_chunks",
+            strategies and not strategies & _CHUNKED,
+            "--max-chunks is for strategies in chunks, got none by --strategy: leave it out, or allow pipelined",
+        ),
+        (
+            "show_all",
+            options["as_json"],
+            "--all is for the table, got it with --json, which always has every chunk count: leave it out",
+        ),
+    )
     asked = set(given)
-    for name, would_be_ignored, words in _IGNORED:
-        if name in asked and would_be_ignored(options):
+    for name, is_ignored, words in rules:
+        if name in asked and is_ignored:
             raise UsageError(words)
 
 
