@@ -55,7 +55,8 @@ def demo(shape: str, inter: str, intra: str | None, output: Path, as_json: bool)
 
     output.mkdir(parents=True, exist_ok=True)
     if not as_json:
-        # The cluster as it is, not as was asked for: a machine that grants no namespaces has no rates.
+        # The cluster as it is, not as was asked for: a machine that grants no namespaces has no
+        # rates.
         where = f"emulated cluster {shape}: inter {place.inter} a node, intra {place.intra or 'unshaped'}"
         if place.inter is None:
             where = f"{shape} on loopback, with a declared topology and no shaping: this shows that the plans run, not how fast"

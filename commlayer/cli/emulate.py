@@ -167,8 +167,9 @@ def _run(
         _say(str(error))
         return _TIMED_OUT
     except RanksFailedError as error:
-        # The ranks that failed by themselves, in the order of time, each with the line of its stderr that says its error, or the
-        # last one, of which all has been passed on; then those that were ended for it.
+        # The ranks that failed by themselves, in the order of time, each with the line of its
+        # stderr that says its error, or the last one, of which all has been passed on; then those
+        # that were ended for it.
         lines = []
         for failure in error.failures:
             if not failure.by_cluster:

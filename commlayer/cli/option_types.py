@@ -306,7 +306,8 @@ def given_options(ctx: click.Context) -> set[str]:
 
 
 def size_options(smallest: str, largest: str, factor: float) -> Callable[[Command], Command]:
-    """The options that say which sizes are measured, by nccl-tests' letters, with these defaults."""
+    """The options that say which sizes are measured, by nccl-tests' letters, with these
+    defaults."""
     shown: dict[str, Any] = {"show_default": True}
     return in_order(
         click.option("-b", "--min-bytes", type=BYTES, default=smallest, help="Smallest size, a rank.", **shown),

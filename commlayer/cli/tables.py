@@ -93,7 +93,8 @@ def echo_json(text: str) -> None:
         import json
 
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-        # Other characters are escaped that the stream does not have, or that a terminal does not show.
+        # Other characters are escaped that the stream does not have, or that a terminal does not
+        # show.
         shown = {char for char in set(text) if printable(char) == char and char.encode(encoding, "ignore")} | {"\n"}
         text = "".join(char if char in shown else json.dumps(char)[1:-1] for char in text)
     _write(text.replace("\x7f", "\\u007f"))
@@ -122,7 +123,8 @@ def rounded(value: float, digits: int = 3) -> float:
 
 
 def record(row: Any, *names: str) -> dict[str, Any]:
-    """Fields of ``row`` for JSON: times to the nanosecond, other fractions to six digits. A field ``num_calls`` is ``calls``."""
+    """Fields of ``row`` for JSON: times to the nanosecond, other fractions to six digits. A field
+    ``num_calls`` is ``calls``."""
     values = {name.removeprefix("num_"): getattr(row, name) for name in names}
     return {
         name: rounded(value, 3 if name.endswith("_us") else 6) if isinstance(value, float) else value

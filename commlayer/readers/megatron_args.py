@@ -39,8 +39,9 @@ _SAME: dict[str, tuple[str, int | tuple[str, ...] | type | None]] = {
     "activation-func-fp8-input-store": ("activation_func_fp8_input_store", None),
     "use-transformer-engine-op-fuser": ("use_transformer_engine_op_fuser", None),
 }
-"""Flags that are options under another name, or under their own, and their values: a whole number of at least so much, one of
-several words, a text (str), a number (float); None: the flag has none."""
+"""Flags that are options under another name, or under their own, and their values: a whole number
+of at least so much, one of several words, a text (str), a number (float); None: the flag has
+none."""
 _READ = {
     *_SAME,
     *("expert-tensor-parallel-size", "num-layers-per-virtual-pipeline-stage", "nnodes", "nproc-per-node"),

@@ -291,8 +291,8 @@ class _Config:
         return value
 
     def words(self, name: str, known: Iterable[str] = _LAYER_TYPES) -> list[str] | None:
-        """A word for each layer of the shape, one of ``known`` (transformers' words for a layer's attention); those of modules
-        behind them are cut off. None where the field is missing."""
+        """A word for each layer of the shape, one of ``known`` (transformers' words for a layer's
+        attention); those of modules behind them are cut off. None where the field is missing."""
         layers = self.shape["layers"]
         value: list[str] | None = self.value(name, list)
         if value is None:
@@ -389,8 +389,8 @@ def _head_norms(config: _Config) -> None:
 
 
 def _window(config: _Config, layers: Collection[int] | None = None, *, word: str = "sliding") -> None:
-    """The window of attention in ``layers`` (None: in all), or in those that ``layer_types`` calls so, which goes before. A
-    window that holds the longest sequence of the model is none."""
+    """The window of attention in ``layers`` (None: in all), or in those that ``layer_types`` calls
+    so, which goes before. A window that holds the longest sequence of the model is none."""
     count, types = config.shape["layers"] if layers is None else len(layers), config.words("layer_types")
     if types is not None:
         count = types.count(f"{word}_attention")
@@ -401,8 +401,8 @@ def _window(config: _Config, layers: Collection[int] | None = None, *, word: str
 
 
 def _asked_window(config: _Config, layers: Collection[int] | None = None) -> None:
-    """Qwen's windows, where ``use_sliding_window`` says so; else no layer has one, whatever ``sliding_window`` is, and
-    ``layer_types`` must not say otherwise."""
+    """Qwen's windows, where ``use_sliding_window`` says so; else no layer has one, whatever
+    ``sliding_window`` is, and ``layer_types`` must not say otherwise."""
     if config.value("use_sliding_window", bool):
         _window(config, layers)
     else:
@@ -428,7 +428,8 @@ def _dense_layers(config: _Config, otherwise: Iterable[int]) -> list[int]:
 
 
 def _put(config: _Config, dense: list[int], width: int | str = "intermediate_size") -> None:
-    """Put dense layers among others. ``width``: theirs, or the field that has it where there are any."""
+    """Put dense layers among others. ``width``: theirs, or the field that has it where there are
+    any."""
     if isinstance(width, str):
         width = config.whole(width, None if dense else 0)
     config.shape |= {
@@ -544,7 +545,8 @@ def _minimax_m2(config: _Config) -> None:
 
 
 def _sparse_steps(config: _Config) -> None:
-    """Qwen's experts: in layer i where decoder_sparse_step divides i + 1 and mlp_only_layers does not name i."""
+    """Qwen's experts: in layer i where decoder_sparse_step divides i + 1 and mlp_only_layers does
+    not name i."""
     layers, step = config.shape["layers"], config.whole("decoder_sparse_step", 1)
     only = config.numbers("mlp_only_layers", "layers")
     _routed(config)
@@ -922,8 +924,9 @@ _Parts = tuple[Callable[[_Config], None], ...]
 
 
 def _nearest(config: _Config) -> _Parts:
-    """The parts of the nearest shape of a type that is not known, by the fields that most types share: attention latent, or of
-    grouped queries; experts from the first layers that are not dense on."""
+    """The parts of the nearest shape of a type that is not known, by the fields that most types
+    share: attention latent, or of grouped queries; experts from the first layers that are not dense
+    on."""
     kind = repr(config.kind) if config.kind else "missing"
     config.left_out.append(f"what only the code of an unknown model_type says ({shortened(kind)}), such as norms")
     parts: _Parts = (_PLAIN, _dense)

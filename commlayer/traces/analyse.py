@@ -345,8 +345,9 @@ def _together_us(shared: _Shared) -> float | None:
     records = [call for call, _ in shared.values()]
     if len(records) < len(records[0].ranks) or not all(call.start_ns and call.end_ns > 0 for call in records):
         return None
-    # A device's inner backend says no end of a call but when it was given it: such a call has no plan, and nobody counts its
-    # bytes. A call of no bytes on the CPU looks like that, and is no loss; a device's barriers have no records.
+    # A device's inner backend says no end of a call but when it was given it: such a call has no
+    # plan, and nobody counts its bytes. A call of no bytes on the CPU looks like that, and is no
+    # loss; a device's barriers have no records.
     if all(call.plan == "flat" and not call.logical_bytes and call.collective != "barrier" for call in records):
         return None
     came_ns = max(clock(call.start_ns) for call, clock in shared.values())

@@ -83,12 +83,14 @@ def _tracks(trace: RankTrace, calls: Sequence[CallRecord]) -> Iterator[tuple[str
     for lane in sorted({call.lane for call in calls}, key=lane_place):
         started = [call for call in calls if call.lane == lane and call.start_ns]
         name = f"lane {lane}" if lane else "no lane"
-        # A call that has not ended reaches to the end of the trace, and one whose end nobody recorded is a moment.
+        # A call that has not ended reaches to the end of the trace, and one whose end nobody
+        # recorded is a moment.
         ends = [call.start_ns if call.end_ns < 0 else call.end_ns or trace.closed_ns for call in started]
         yield name, [((call.start_ns, end), partial(_call, call)) for call, end in zip(started, ends, strict=True)]
     used = {step.resource for call in calls for step in call.steps}
     for resource in (*filter(used.__contains__, _RESOURCES), *sorted(used.difference(_RESOURCES))):
-        # The predicted steps from the start of each call, as if nothing else ran; of a call without a prediction none.
+        # The predicted steps from the start of each call, as if nothing else ran; of a call without
+        # a prediction none.
         yield (
             f"{resource.upper()} predicted",
             [
