@@ -77,7 +77,9 @@ def rank_events(trace: RankTrace, calls: Sequence[CallRecord] | None = None) -> 
 
 
 def _tracks(trace: RankTrace, calls: Sequence[CallRecord]) -> Iterator[tuple[str, _Slices]]:
-    marks = [((mark.start_ns, mark.end_ns), partial(dict, name=mark.name, cat="program")) for mark in trace.marks]
+    marks: _Slices = [
+        ((mark.start_ns, mark.end_ns), partial(dict, name=mark.name, cat="program")) for mark in trace.marks
+    ]
     waits = [(span, partial(_wait, call)) for call in calls for span in call.waited]
     yield "program", [*marks, *waits]
     for lane in sorted({call.lane for call in calls}, key=lane_place):
