@@ -79,34 +79,35 @@ class GroupCommunicator:
     ) -> None:
         if lane is not None and lane not in LANES:
             raise UsageError(f"lane must be one of {', '.join(LANES)}, got {lane!r}")
-        self._told, self.group = (lane, name), group
-        own_lane: str = getattr(group, "lane", "")
-        self.lane = lane or own_lane
+        self._arguments, self.group = (lane, name), group
+        self.lane: str = lane or getattr(group, "lane", "")
         self.name = name or (f"lane {self.lane}" if self.lane else "a group without a lane")
-        self.wire, self.gradient_wire = _policy(wire), _policy(gradient_wire)
+        for policy in (wire, gradient_wire):
+            if policy is not None and not isinstance(policy, WirePolicy):
+                raise UsageError(
+                    "wire must be a WirePolicy, such as WirePolicy(parse_wire('bf16')) of commlayer.scheduler.wire, got "
+                    f"{policy!r}"
+                )
+        self.wire, self.gradient_wire = wire, gradient_wire
         if gradient_wire is not None and gradient_wire.in_place:
             raise UsageError(f"{self.name}: {IN_PLACE}")
         if group is not None and not isinstance(group, dist.ProcessGroup):  # GroupMember.NON_GROUP_MEMBER
             raise GroupError(f"rank {dist.get_rank()} is not in the group of {self.name}: pass the group it belongs to")
         self.rank, self.size = (0, 1) if group is None else (group.rank(), group.size())
         if group is not None and self.size > 1:
-            self._enter(group, lane)
+            if dist.get_backend(group) not in self.backends:
+                raise GroupError(
+                    f"rank {dist.get_rank()}: the group of {self.name} has backend {dist.get_backend(group)}: make a planned "
+                    "one with commlayer.integrations.planned_group(group)"
+                )
+            if lane is not None and dist.get_backend(group) == "commlayer":
+                _put_on_lane(group, lane)
         self._forward = RowCalls(group, wire, self.name)
         self._backward = RowCalls(group, gradient_wire, f"{self.name}, gradients")
 
-    def _enter(self, group: dist.ProcessGroup, lane: str | None) -> None:
-        """Take the group's backend, and put the group on its lane. Raises GroupError."""
-        if dist.get_backend(group) not in self.backends:
-            raise GroupError(
-                f"rank {dist.get_rank()}: the group of {self.name} has backend {dist.get_backend(group)}: make a planned one "
-                "with commlayer.integrations.planned_group(group)"
-            )
-        if lane is not None and dist.get_backend(group) == "commlayer":
-            _on_lane(group, lane)
-
     def with_wire(self, wire: WirePolicy | None, gradient_wire: WirePolicy | None) -> GroupCommunicator:
         """The same group and lane under other policies. Its transfers keep one order with this one's."""
-        lane, name = self._told
+        lane, name = self._arguments
         return GroupCommunicator(self.group, lane, wire=wire, gradient_wire=gradient_wire, name=name)
 
     def __deepcopy__(self, memo: object) -> GroupCommunicator:
@@ -161,15 +162,21 @@ class GroupCommunicator:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' ``x``. Its gradient is the sum of all ranks' gradients (each rank's loss counts)."""
-        return x if self.size == 1 else moved(x, self._forward.sum, self._forward.sum)
+        return x if self.size == 1 else moved(x, self._sum, self._sum)
+
+    def _sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' ``x``, in its own format."""
+        out = x.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(out, group=self.group)
+        return out
 
     def copy_to_group(self, x: torch.Tensor) -> torch.Tensor:
         """``x``, which is equal on all ranks, on its way into shards: its gradient is their sum (Megatron's f)."""
-        return x if self.size == 1 else moved(x, lambda t: t.view_as(t), self._forward.sum)
+        return x if self.size == 1 else moved(x, lambda t: t.view_as(t), self._sum)
 
     def reduce_from_group(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' ``x``, used alike by all: the gradient passes unchanged (Megatron's g)."""
-        return x if self.size == 1 else moved(x, self._forward.sum, lambda t: t)
+        return x if self.size == 1 else moved(x, self._sum, lambda t: t)
 
     # In memory that the caller has. Each starts a call and returns its Work; outputs are contiguous. In a wire format sums are
     # FP32, in an order that does not depend on the run, and all ranks hold the same bits.
@@ -362,17 +369,8 @@ class GroupCommunicator:
         return Pending(x, None)
 
 
-def _policy(policy: WirePolicy | None) -> WirePolicy | None:
-    """``policy``. Raises UsageError for what is none."""
-    if policy is not None and not isinstance(policy, WirePolicy):
-        raise UsageError(
-            f"wire must be a WirePolicy, such as WirePolicy(parse_wire('bf16')) of commlayer.scheduler.wire, got {policy!r}"
-        )
-    return policy
-
-
-def _on_lane(group: dist.ProcessGroup, lane: str) -> None:
-    """The calls of a group keep one order, so one lane."""
+def _put_on_lane(group: dist.ProcessGroup, lane: str) -> None:
+    """Put ``group`` on ``lane``, unless it is on one: the calls of a group keep one order, so one lane."""
     made: Any = group
     if not made.lane or (made.lane == lane and not made.lane_is_told):
         made.use_lane(lane)
@@ -380,5 +378,5 @@ def _on_lane(group: dist.ProcessGroup, lane: str) -> None:
         warn(
             f"commlayer: group {made.group_desc!r} is on lane {made.lane}, and what is called for lane {lane} goes there too, "
             "because the calls of a group keep one order: make another group of its ranks with planned_group()",
-            stacklevel=5,
+            stacklevel=4,
         )

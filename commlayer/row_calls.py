@@ -10,6 +10,7 @@ ranks hold the same bits. In a group of one rank a result is its input.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -51,8 +52,9 @@ class RowCalls:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, policy: WirePolicy | None, name: str) -> None:
-        self._group, self._name = group, name
+        self._group = group
         self._rank, self._size = (0, 1) if group is None else (group.rank(), group.size())
+        self._checks = _Checks(name, self._rank, self._size)
         self.wire: WireDecider | None = None
         """Decides the format in which each call goes; None: all go in their own."""
         if group is not None and self._size > 1 and policy is not None and policy.allows_encoding:
@@ -69,7 +71,7 @@ class RowCalls:
     ) -> Pending:
         """Start what :meth:`commlayer.collectives.GroupCommunicator.all_to_all` says, and likewise
         for the next two."""
-        self._check_rows("all_to_all", x, send_rows)
+        self._checks.rows("all_to_all", x, send_rows)
         x = x.detach().contiguous()
         if self._size == 1:
             return Pending(x, None)
@@ -79,8 +81,13 @@ class RowCalls:
         if over is not Span.GROUP:
             native = self._over(out, x, send_rows, receive_rows, most_rows, over)
             wire = wire if over is Span.RAIL else None
-        elif everyones is not None:
-            native = self._known(out, x, everyones)
+        elif everyones is not None and not x.is_cpu:
+            start = getattr(self._group, "start_known_exchange", None)
+            if start is not None:  # else by the group's own call, which wants no counts
+                row_bytes = _row_bytes(x)
+                counts = tuple(tuple(count * row_bytes for count in row) for row in everyones)
+                own_rows = everyones[self._rank], [row[self._rank] for row in everyones]
+                native = partial(start, x, out, own_rows, counts)
         return Pending(out, self._exchange(out, x, send_rows, receive_rows, wire, most_rows, native), sent=x)
 
     def _over(
@@ -92,18 +99,18 @@ class RowCalls:
         Raises TensorError for rows to or from ranks that are not among them.
         """
         if send_rows is None or receive_rows is None or most_rows is None:
-            raise TensorError(
-                f"{self._who('all_to_all')}: over {over.value} every rank says send_rows, receive_rows and most_rows"
-            )
-        self._check_length("all_to_all", receive_rows)
+            why = f"over {over.value} every rank says send_rows, receive_rows and most_rows"
+            raise self._checks.error("all_to_all", why)
+        self._checks.counts("all_to_all", receive_rows)
         nodes = nodes_of(self._group)
         here = next(members for members in nodes if self._rank in members)
         among = here if over is Span.NODE else [members[here.index(self._rank)] for members in nodes]
         outside = [k for k in range(self._size) if k not in among and (send_rows[k] or receive_rows[k])]
         if outside:
-            raise TensorError(
-                f"{self._who('all_to_all')}: over {over.value} rank {self._rank} of the group exchanges rows with ranks "
-                f"{list(among)}, got rows for {outside}"
+            raise self._checks.error(
+                "all_to_all",
+                f"over {over.value} rank {self._rank} of the group exchanges rows with ranks {list(among)}, got rows "
+                f"for {outside}",
             )
         start = getattr(self._group, "start_planned", None)
         if start is None or not (x.is_cpu or cast("Any", self._group).plans_on_device(x)):
@@ -113,55 +120,33 @@ class RowCalls:
         plan = exchange_over(over, tuple(map(len, nodes)), most_rows * row_bytes)
         return partial(start, Movement(plan, x, out, "over", splits=splits))
 
-    def _known(
-        self, out: torch.Tensor, x: torch.Tensor, everyones: Sequence[Sequence[int]]
-    ) -> Callable[[], Any] | None:
-        """The start of an all_to_all of which all ranks know all counts; None: the group's own
-        call, which wants none of them."""
-        start = getattr(self._group, "start_known_exchange", None)
-        if start is None or x.is_cpu:
-            return None
-        row_bytes = _row_bytes(x)
-        counts = tuple(tuple(count * row_bytes for count in row) for row in everyones)
-        return partial(start, x, out, (everyones[self._rank], [row[self._rank] for row in everyones]), counts)
-
     def all_gather(self, x: torch.Tensor, rows: Rows) -> Pending:
-        self._check_length("all_gather", rows)
+        self._checks.counts("all_gather", rows)
         if x.dim() == 0:
-            raise TensorError(
-                f"{self._who('all_gather')}: expected rows, got a tensor without dimensions: view it as [1]"
-            )
+            raise self._checks.error("all_gather", "expected rows, got a tensor without dimensions: view it as [1]")
         if rows is not None and x.shape[:1] != (rows[self._rank],):
-            raise TensorError(f"{self._who('all_gather')}: expected {rows[self._rank]} rows, got shape {list(x.shape)}")
+            raise self._checks.error("all_gather", f"expected {rows[self._rank]} rows, got shape {list(x.shape)}")
         x = x.detach().contiguous()
         if self._size == 1:
             return Pending(x, None)
         total = x.shape[0] * self._size if rows is None else sum(rows)
         out = x.new_empty(total, *x.shape[1:])
-        return Pending(out, self._gather(out, x, rows), sent=x)
+        return Pending(out, self.all_gather_into(out, x, rows), sent=x)
 
     def reduce_scatter(self, x: torch.Tensor, rows: Rows) -> Pending:
-        self._check_rows("reduce_scatter", x, rows)
+        own_rows = self._checks.rows("reduce_scatter", x, rows)
         if self.wire is not None and self.wire.policy.in_place:
-            raise UsageError(f"{self._who('reduce_scatter')}: {IN_PLACE}")
+            raise UsageError(f"{self._checks.who('reduce_scatter')}: {IN_PLACE}")
         x = x.detach().contiguous()
         if self._size == 1:
             return Pending(x, None)
-        own_rows = x.shape[0] // self._size if rows is None else rows[self._rank]
         out = x.new_empty(own_rows, *x.shape[1:])
-        return Pending(out, self._scatter(out, x, rows), sent=x)
-
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' ``x``, in its own format."""
-        out = x.detach().clone(memory_format=torch.contiguous_format)
-        if self._size > 1:
-            dist.all_reduce(out, group=self._group)
-        return out
+        return Pending(out, self.reduce_scatter_into(out, x, rows), sent=x)
 
     def all_reduce_in_place(self, x: torch.Tensor) -> dist.Work:
         """See :meth:`commlayer.collectives.GroupCommunicator.all_reduce_in_place`, and likewise for
         the next three."""
-        self._check_output("all_reduce", x, x, x.numel())
+        self._checks.output("all_reduce", x, x, x.numel())
         x = x.detach()
         if self._group is None:
             return DONE
@@ -171,23 +156,38 @@ class RowCalls:
         return cast("dist.Work", dist.all_reduce(x, group=self._group, async_op=True))
 
     def reduce_scatter_into(self, out: torch.Tensor, x: torch.Tensor, rows: Rows = None) -> dist.Work:
-        self._check_rows("reduce_scatter", x, rows)
-        own_rows = x.shape[0] // self._size if rows is None else rows[self._rank]
-        self._check_output("reduce_scatter", out, x, own_rows * row_elements(x))
-        if self.wire is not None and self.wire.policy.in_place:
-            return self.wire.start_in_place(out, x, self._blocks(x, rows))
-        return self._scatter(out.detach(), plain(x), rows)
+        own_rows = self._checks.rows("reduce_scatter", x, rows)
+        self._checks.output("reduce_scatter", out, x, own_rows * row_elements(x))
+        wire = self.wire
+        if wire is not None and wire.policy.in_place:
+            return wire.start_in_place(out, x, _block_bytes(x, rows, self._size))
+        out, x = out.detach(), plain(x)
+        if self._group is None:
+            return _copied(out, x)
+        plan = None if wire is None else wire.plan("reduce_scatter", x, x.nbytes, x)
+        if plan is not None and wire is not None:
+            return wire.start(plan, out, x, _block_bytes(x, rows, self._size))
+        if rows is None or len(set(rows)) == 1:
+            return cast("dist.Work", reduce_scatter_single(out, x, group=self._group, async_op=True))
+        return cast("dist.Work", dist.reduce_scatter(out, list(x.split(list(rows))), group=self._group, async_op=True))
 
     def all_gather_into(self, out: torch.Tensor, x: torch.Tensor, rows: Rows = None) -> dist.Work:
-        self._check_rows("all_gather", out, rows)
-        own_rows = out.shape[0] // self._size if rows is None else rows[self._rank]
+        own_rows = self._checks.rows("all_gather", out, rows)
         if x.numel() != own_rows * row_elements(out):
-            raise TensorError(
-                f"{self._who('all_gather')}: into {list(out.shape)}, rows {rows}, expected this rank's rows, got shape "
-                f"{list(x.shape)}"
+            raise self._checks.error(
+                "all_gather",
+                f"into {list(out.shape)}, rows {rows}, expected this rank's rows, got shape {list(x.shape)}",
             )
-        self._check_output("all_gather", out, x, out.numel())
-        return self._gather(out.detach(), plain(x), rows)
+        self._checks.output("all_gather", out, x, out.numel())
+        out, x, wire = out.detach(), plain(x), self.wire
+        if self._group is None:
+            return _copied(out, x)
+        plan = None if wire is None else wire.plan("all_gather", x, out.nbytes, out)
+        if plan is not None and wire is not None:
+            return wire.start(plan, out, x, _block_bytes(out, rows, self._size))
+        if rows is None or len(set(rows)) == 1:
+            return cast("dist.Work", all_gather_single(out, x, group=self._group, async_op=True))
+        return cast("dist.Work", dist.all_gather(list(out.split(list(rows))), x, group=self._group, async_op=True))
 
     def all_to_all_into(
         self,
@@ -197,13 +197,12 @@ class RowCalls:
         receive_rows: Rows = None,
         most_rows: int | None = None,
     ) -> dist.Work:
-        self._check_rows("all_to_all", x, send_rows)
-        self._check_rows("all_to_all", out, receive_rows)
-        self._check_output("all_to_all", out, x, out.numel())
+        self._checks.rows("all_to_all", x, send_rows)
+        self._checks.rows("all_to_all", out, receive_rows)
+        self._checks.output("all_to_all", out, x, out.numel())
         if row_elements(out) != row_elements(x):
-            raise TensorError(
-                f"{self._who('all_to_all')}: rows of {row_elements(x)} elements into rows of {row_elements(out)}"
-            )
+            why = f"rows of {row_elements(x)} elements into rows of {row_elements(out)}"
+            raise self._checks.error("all_to_all", why)
         return self._exchange(out.detach(), plain(x), send_rows, receive_rows, self.wire, most_rows)
 
     def _exchange(
@@ -218,81 +217,73 @@ class RowCalls:
     ) -> dist.Work:
         """``native``: starts the call where nothing is encoded; None: as one of the group's own."""
         if self._group is None:
-            return _kept(out, x)
+            return _copied(out, x)
         if wire is not None:
             most_rows = wire.agree_rows(x, out) if most_rows is None else most_rows
             plan = wire.plan("all_to_all_v", x, _rounded(most_rows) * _row_bytes(x), x)
             if plan is not None:
-                return wire.start_exchange(plan, out, x, (self._blocks(x, send_rows), self._blocks(out, receive_rows)))
+                splits = _block_bytes(x, send_rows, self._size), _block_bytes(out, receive_rows, self._size)
+                return wire.start(plan, out, x, splits=splits)
         if native is not None:
             return cast("dist.Work", native())
         outs = None if receive_rows is None else list(receive_rows)
         ins = None if send_rows is None else list(send_rows)
         return cast("dist.Work", dist.all_to_all_single(out, x, outs, ins, group=self._group, async_op=True))
 
-    def _gather(self, out: torch.Tensor, x: torch.Tensor, rows: Rows) -> dist.Work:
-        if self._group is None:
-            return _kept(out, x)
-        wire = self.wire
-        plan = None if wire is None else wire.plan("all_gather", x, out.nbytes, out)
-        if plan is not None and wire is not None:
-            return wire.start(plan, out, x, self._blocks(out, rows))
-        if rows is None or len(set(rows)) == 1:
-            return cast("dist.Work", all_gather_single(out, x, group=self._group, async_op=True))
-        return cast("dist.Work", dist.all_gather(list(out.split(list(rows))), x, group=self._group, async_op=True))
 
-    def _scatter(self, out: torch.Tensor, x: torch.Tensor, rows: Rows) -> dist.Work:
-        if self._group is None:
-            return _kept(out, x)
-        wire = self.wire
-        plan = None if wire is None else wire.plan("reduce_scatter", x, x.nbytes, x)
-        if plan is not None and wire is not None:
-            return wire.start(plan, out, x, self._blocks(x, rows))
-        if rows is None or len(set(rows)) == 1:
-            return cast("dist.Work", reduce_scatter_single(out, x, group=self._group, async_op=True))
-        return cast("dist.Work", dist.reduce_scatter(out, list(x.split(list(rows))), group=self._group, async_op=True))
+@dataclass(frozen=True, slots=True)
+class _Checks:
+    """The checks of what the rank ``rank`` of a group of ``size`` is called with."""
 
-    def _blocks(self, whole: torch.Tensor, rows: Rows) -> tuple[int, ...]:
-        """Bytes of each rank's rows of ``whole``, which has them."""
-        rows = (whole.shape[0] // self._size,) * self._size if rows is None else rows
-        return tuple(each * _row_bytes(whole) for each in rows)
+    name: str
+    rank: int
+    size: int
 
-    def _check_output(self, verb: str, out: torch.Tensor, x: torch.Tensor, numel: int) -> None:
+    def output(self, verb: str, out: torch.Tensor, x: torch.Tensor, numel: int) -> None:
         """Check that ``out`` can take the result as it is. Raises TensorError."""
         if out.dtype != x.dtype or out.device != x.device or out.numel() != numel or not out.is_contiguous():
-            raise TensorError(
-                f"{self._who(verb)}: a tensor of {x.dtype} on {x.device} needs a contiguous output of "
-                f"{numel} elements of the same, got shape {list(out.shape)}, strides "
-                f"{list(out.stride())}, {out.dtype} on {out.device}"
+            raise self.error(
+                verb,
+                f"a tensor of {x.dtype} on {x.device} needs a contiguous output of {numel} elements of the same, got "
+                f"shape {list(out.shape)}, strides {list(out.stride())}, {out.dtype} on {out.device}",
             )
 
-    def _check_rows(self, verb: str, x: torch.Tensor, rows: Rows) -> None:
-        self._check_length(verb, rows)
-        if rows is None and (x.dim() == 0 or x.shape[0] % self._size):
-            raise TensorError(
-                f"{self._who(verb)}: {self._size} must divide the rows, got shape {list(x.shape)}: name them"
-            )
-        if rows is not None and x.shape[:1] != (sum(rows),):
-            raise TensorError(
-                f"{self._who(verb)}: rows {list(rows)} are {sum(rows)} together, got shape {list(x.shape)}"
+    def rows(self, verb: str, x: torch.Tensor, rows: Rows) -> int:
+        """Check that ``x`` has these rows; return how many of them are this rank's. Raises TensorError."""
+        if rows is None:
+            if x.dim() == 0 or x.shape[0] % self.size:
+                raise self.error(verb, f"{self.size} must divide the rows, got shape {list(x.shape)}: name them")
+            return x.shape[0] // self.size
+        self.counts(verb, rows)
+        if x.shape[:1] != (sum(rows),):
+            raise self.error(verb, f"rows {list(rows)} are {sum(rows)} together, got shape {list(x.shape)}")
+        return rows[self.rank]
+
+    def counts(self, verb: str, rows: Rows) -> None:
+        """Check that there is a count for each rank, and none negative. Raises TensorError."""
+        if rows is not None and (len(rows) != self.size or min(rows) < 0):
+            raise self.error(
+                verb, f"expected {self.size} counts of rows, none negative, one for each rank; got {list(rows)}"
             )
 
-    def _check_length(self, verb: str, rows: Rows) -> None:
-        if rows is not None and (len(rows) != self._size or min(rows) < 0):
-            raise TensorError(
-                f"{self._who(verb)}: expected {self._size} counts of rows, none negative, one for each "
-                f"rank; got {list(rows)}"
-            )
+    def error(self, verb: str, why: str) -> TensorError:
+        return TensorError(f"{self.who(verb)}: {why}")
 
-    def _who(self, verb: str) -> str:
+    def who(self, verb: str) -> str:
         where = f"rank {dist.get_rank()}, " if dist.is_initialized() else ""
-        return f"{where}{verb} on {self._name}"
+        return f"{where}{verb} on {self.name}"
 
 
-def _kept(out: torch.Tensor, x: torch.Tensor) -> dist.Work:
+def _copied(out: torch.Tensor, x: torch.Tensor) -> dist.Work:
     """The call of a group of this rank alone."""
     out.view(-1).copy_(x.view(-1))
     return DONE
+
+
+def _block_bytes(x: torch.Tensor, rows: Rows, size: int) -> tuple[int, ...]:
+    """Bytes of each rank's rows of ``x``, which has those of all ``size`` ranks."""
+    rows = (x.shape[0] // size,) * size if rows is None else rows
+    return tuple(count * _row_bytes(x) for count in rows)
 
 
 def _rounded(count: int) -> int:

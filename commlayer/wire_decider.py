@@ -51,31 +51,35 @@ class WireDecider:
 
     # Starting
 
-    def start(self, plan: Plan, out: torch.Tensor, x: torch.Tensor, blocks: Sequence[int] | None) -> dist.Work:
-        """Start an all_gather, reduce_scatter or all_reduce (``out`` is ``x``) by a plan of :meth:`plan`. ``blocks``: the bytes
-        that each rank owns; None: as the plan deals them out, in an all_reduce."""
-        if not self._goes_flat(x):
-            codec = self._codec_of_call(plan.wire, x)
-            return self._started(Movement(plan, x, out, "encoded", blocks=blocks, codec=codec))
-        flat = self._flat(plan, x)
+    def start(
+        self,
+        plan: Plan,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        blocks: Sequence[int] | None = None,
+        splits: tuple[Sequence[int], Sequence[int]] | None = None,
+    ) -> dist.Work:
+        """Start a call by a plan of :meth:`plan`: an all_to_all with ``splits``, the bytes that go to each rank, and that come
+        from it; else an all_gather, reduce_scatter or all_reduce (``out`` is ``x``).
+
+        ``blocks``: the bytes that each rank owns; None: as the plan deals them out, in an all_reduce. In an all_to_all rows go
+        as they are to ranks of this rank's node, where the group has other nodes.
+        """
+        codec = self._codec(plan.wire, x)
+        if x.is_cpu or self.group.plans_on_device(x):
+            if not x.is_cpu:
+                # What a step finds there nobody hears of, so all ranks ask for NaN and infinity before they launch.
+                require_finite(self.group, codec, x)
+                codec = self._codec(plan.wire, x, "pass")
+            label = "encoded" if splits is None else "encoded exchange"
+            movement = Movement(plan, x, out, label, blocks=blocks, splits=splits or ((), ()), codec=codec)
+            return cast("dist.Work", self.group.start_planned(movement))
+        flat = FlatEncoded(self.group, codec)
+        if splits is not None:
+            return flat.all_to_all(out, x, splits)
         if blocks is None:
             return flat.all_reduce(x)
         return (flat.all_gather if plan.traffic.collective == "all_gather" else flat.reduce_scatter)(out, x, blocks)
-
-    def start_exchange(
-        self, plan: Plan, out: torch.Tensor, x: torch.Tensor, splits: tuple[Sequence[int], Sequence[int]]
-    ) -> dist.Work:
-        """Start an all_to_all by a plan of :meth:`plan`; ``splits``: bytes that go to each rank, and that come from it.
-
-        To ranks of this rank's node they go as they are, where the group has other nodes.
-        """
-        if self._goes_flat(x):
-            return self._flat(plan, x).all_to_all(out, x, splits)
-        codec = self._codec_of_call(plan.wire, x)
-        return self._started(Movement(plan, x, out, "encoded exchange", splits=splits, codec=codec))
-
-    def _started(self, movement: Movement) -> dist.Work:
-        return cast("dist.Work", self.group.start_planned(movement))
 
     # Deciding
 
@@ -89,7 +93,13 @@ class WireDecider:
         width = max(1, row_elements(shaped))
         self._agree_once(collective, x.dtype, width)
         usable = self._usable(x.dtype, width)
-        formats = self.governor.allowed(usable, lambda each: self._error(self._wire(each, width), x))
+
+        def error(wire_format: WireFormat) -> tuple[float, float]:
+            # Of finite values: no rank must leave here alone, and encoding will say that there are others.
+            wire = self._wire(wire_format, width)
+            return Codec(wire, x.dtype, "pass").error(x.reshape(-1, wire.row_elements))
+
+        formats = self.governor.allowed(usable, error)
         if formats == (WireFormat.NATIVE,):
             return None
         wires = tuple(self._wire(each, width) for each in formats)
@@ -128,31 +138,11 @@ class WireDecider:
             return Wire(wire_format)
         return Wire(wire_format, width, self.policy.scaling, self.policy.power_of_two)
 
-    @staticmethod
-    def _error(wire: Wire, x: torch.Tensor) -> tuple[float, float]:
-        """The error, of finite values. No rank must leave here alone: encoding will say that there are others."""
-        return Codec(wire, x.dtype, "pass").error(x.reshape(-1, wire.row_elements))
-
     def _codec(self, wire: Wire, x: torch.Tensor, non_finite: str = "") -> Codec:
         key = wire, x.dtype, non_finite or self.policy.non_finite
         if key not in self._codecs:
             self._codecs[key] = Codec(*key)
         return self._codecs[key]
-
-    def _codec_of_call(self, wire: Wire, x: torch.Tensor) -> Codec:
-        """On a device what a step finds nobody hears of, so all ranks ask for NaN and infinity before anything is launched."""
-        codec = self._codec(wire, x)
-        if x.is_cpu:
-            return codec
-        require_finite(self.group, codec, x)
-        return self._codec(wire, x, "pass")
-
-    def _goes_flat(self, x: torch.Tensor) -> bool:
-        """Whether this is a tensor on a device for which the group plans nothing. The same on all ranks."""
-        return not x.is_cpu and not self.group.plans_on_device(x)
-
-    def _flat(self, plan: Plan, x: torch.Tensor) -> FlatEncoded:
-        return FlatEncoded(self.group, self._codec(plan.wire, x))
 
     def start_in_place(self, out: torch.Tensor, x: torch.Tensor, blocks: Sequence[int]) -> dist.Work:
         """Start a reduce_scatter in the memory of ``x``, which is left undefined; ``out`` may be this rank's rows of it.
@@ -171,7 +161,8 @@ class WireDecider:
         nodes = (size,)  # the scheme has one level, and moves of its own
         traffic = Traffic(x.nbytes, size, 1, Resource.INTRA, "reduce_scatter", nodes, wires=(wire,), element_bytes=4)
         plan = build(traffic, Strategy.DIRECT, wire=wire)
-        return self._started(Movement(plan, x.detach(), out.detach(), "in place"))
+        movement = Movement(plan, x.detach(), out.detach(), "in place")
+        return cast("dist.Work", self.group.start_planned(movement))
 
     # Agreeing
 
