@@ -51,7 +51,7 @@ from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile, check_shape
 from commlayer.profiles.topology import Topology
 from commlayer.scheduler.decision import Decision, Planner, Policy
-from commlayer.scheduler.lanes import level_of, longest_hold_us
+from commlayer.scheduler.lanes import level_of
 from commlayer.scheduler.plan import Plan
 from commlayer.scheduler.price import Timeline
 from commlayer.settings import Settings
@@ -113,7 +113,10 @@ class Communicator:
         settings, failure = Settings(), None
         try:
             settings = Settings.from_environment()
-            _check_timeout(timeout_s)
+            if timeout_s is not None and not 0 < timeout_s < math.inf:
+                raise UsageError(
+                    f"timeout_s: expected a positive, finite number of seconds, or None, got {timeout_s!r}"
+                )
             if device is not None:
                 require_device_type(device)
             self.profile = _find_profile(profile, settings)
@@ -136,6 +139,7 @@ class Communicator:
             raise failure
         declared = Topology.parse(settings.topology) if settings.topology else None
         self.grid: Grid = form_grid(members, dist.get_rank(), declared)
+        self._ranks = tuple(rank for row in self.grid.ranks for rank in row)
         check_shape(self.profile, self.grid.topology)
         self._device_type = device or device_type(ep_group)
         self._is_on_lane = settings.lanes != "off" and self._device_type == "cpu"
@@ -144,7 +148,8 @@ class Communicator:
         store = _get_default_store()
         self._runner = Runner(connect(self.grid, self._device_type, self._board, store, self._timeout_s))
         self._signatures = self._signature_check(store) if settings.debug == "detail" else None
-        self._queue = ProgressQueue("commlayer", self._who)
+        who = f"rank {dist.get_rank()}, Communicator of ranks {list(self.grid.ep_ranks)}"
+        self._queue = ProgressQueue("commlayer", lambda: who)
         self._calls = 0
         self._failure: BaseException | None = None
         self.state = State.OPEN
@@ -159,18 +164,12 @@ class Communicator:
     def _open_track(self, size: int) -> Track:
         """Open the track of its calls in the ring of the process; of a device's the host does not
         see the end."""
-        board_ref, lane = weakref.ref(self._board), self.lane
-        track = open_track(
-            size,
-            self._board.key,
-            self._board.key,
-            self._ranks,
-            lambda: f"Communicator on lane {lane}",
-            lambda: lane,
-            self._board.detector.numbering,
-        )
+        board, lane = self._board, self.lane
+        board_ref, numbering = weakref.ref(board), board.detector.numbering
+        name = f"Communicator on lane {lane}"
+        track = open_track(size, board.key, board.key, self._ranks, lambda: name, lambda: lane, numbering)
         track.rank = dist.get_rank()
-        track.is_broken = lambda: (board := board_ref()) is None or board.is_broken
+        track.is_broken = lambda: (watched := board_ref()) is None or watched.is_broken
         return track
 
     def _signature_check(self, store: Store) -> SignatureCheck:
@@ -180,11 +179,6 @@ class Communicator:
             gloo = gloo_of_grid("signatures", ranks, board, store, timedelta(seconds=self._timeout_s))
         own = PrefixStore(f"{board.key}/signatures/", store)
         return SignatureCheck(gloo, own, self.grid.member, ranks, "of a Communicator", board, self._explain)
-
-    @property
-    def _ranks(self) -> tuple[int, ...]:
-        """All ranks of the grid, row by row."""
-        return tuple(rank for row in self.grid.ranks for rank in row)
 
     def _watch(self, members: Sequence[Member]) -> FailureBoard:
         """Where failures of the grid's ranks are known: by the job's detector, or one of the grid's
@@ -313,9 +307,6 @@ class Communicator:
         self._queue.disown()
         self.state = State.INHERITED
 
-    def _who(self) -> str:
-        return f"rank {dist.get_rank()}, Communicator of ranks {list(self.grid.ep_ranks)}"
-
     def __enter__(self) -> Communicator:
         return self
 
@@ -384,7 +375,7 @@ class Communicator:
         if self._is_on_lane:
             expected_s = source.numel() / self._bytes_per_s
             issued = lanes().enter(self._level, expected_s, crosses=self.grid.link is Resource.INTER)
-            run, args = self._held, (issued, expected_s, *args)
+            run, args = self._held, (issued, *args)
         try:
             if works is None:
                 self._queue.run("all_to_all", run, args)
@@ -397,11 +388,9 @@ class Communicator:
                 lanes().leave(issued)
             raise
 
-    def _held(self, issued: Issued, expected_s: float, call: Call, task: Callable[..., object], *args: object) -> None:
+    def _held(self, issued: Issued, call: Call, task: Callable[..., object], *args: object) -> None:
         try:
-            if self._level:
-                longest_us = longest_hold_us(max(expected_s * 1e6, 100.0), lanes().policy)
-                lanes().hold(self._level, longest_us, crosses=issued.crosses)
+            lanes().hold_whole(self._level, call.logical_bytes, self._bytes_per_s, crosses=issued.crosses)
             self._in_turn(call, task, *args)
         finally:
             lanes().leave(issued)
@@ -427,7 +416,7 @@ class Communicator:
     ) -> ClusterError:
         """The error to raise where ranks could not compare their calls. Tells the other ranks, and
         wakes them."""
-        others = self._board.others(self._ranks)
+        others = tuple(rank for rank in self._ranks if rank != self._board.rank)
         wait = FailedStep(self._board.rank, others, "of a Communicator", collective, "flat", collective, 0, sequence)
         return self._board.blame(wait, Failure(error, waited_s, timeout_s), self._runner.transport.abort)
 
@@ -474,11 +463,6 @@ def _as_tensor(x: SupportsDLPack) -> torch.Tensor:
             f"rank {dist.get_rank()}: expected a tensor, or an array that lends its memory by __dlpack__, got a "
             f"{type(x).__name__} that does not: {error}"
         ) from error
-
-
-def _check_timeout(timeout_s: float | None) -> None:
-    if timeout_s is not None and not 0 < timeout_s < math.inf:
-        raise UsageError(f"timeout_s: expected a positive, finite number of seconds, or None, got {timeout_s!r}")
 
 
 def _find_profile(profile: Profile | str | Path | None, settings: Settings) -> Profile:

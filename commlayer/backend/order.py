@@ -31,7 +31,7 @@ from commlayer.engine.planned import PlannedGroup
 from commlayer.engine.progress import DONE, ProgressQueue, QueuedCall
 from commlayer.profiles.errors import DisagreementError, TensorError, UsageError
 from commlayer.profiles.links import Resource
-from commlayer.scheduler.lanes import lane_of, level_of, longest_hold_us
+from commlayer.scheduler.lanes import lane_of, level_of
 from commlayer.scheduler.plan import Plan
 
 __all__ = ["Order"]
@@ -375,13 +375,10 @@ class GroupLane:
         return lanes().enter(self.level, expected_s, crosses=self._crosses)
 
     def hold(self, num_bytes: int) -> int:
-        """Before a call that is not cut: its beginning is the only edge that it has. Returns ns
-        held."""
-        if not (self.level and self.is_on):
+        """See :meth:`commlayer.engine.lane_holds.Lanes.hold_whole`."""
+        if not self.is_on:
             return 0
-        alone_us = num_bytes / self._bytes_per_s * 1e6 if self._bytes_per_s else num_bytes / 1e2
-        longest_us = longest_hold_us(max(alone_us, 100.0), lanes().policy)
-        return int(lanes().hold(self.level, longest_us, crosses=self._crosses) * 1e9)
+        return lanes().hold_whole(self.level, num_bytes, self._bytes_per_s, crosses=self._crosses)
 
 
 def _num_bytes(outputs: Any) -> int:

@@ -130,6 +130,15 @@ class Lanes:
             self.held[level].seconds += now - began
         return now - began
 
+    def hold_whole(self, level: int, num_bytes: int, bytes_per_s: float, *, crosses: bool) -> int:
+        """Hold a call of ``level`` that is not cut: its beginning is the only edge that it has.
+        ``bytes_per_s``: of the link that it takes; 0: not known. Returns ns held."""
+        if not level:
+            return 0
+        alone_us = num_bytes / bytes_per_s * 1e6 if bytes_per_s else num_bytes / _BYTES_PER_US
+        longest_us = longest_hold_us(max(alone_us, _LATENCY_US), self.policy)
+        return int(self.hold(level, longest_us, crosses=crosses) * 1e9)
+
     def _until(self, level: int, crosses: bool) -> float:
         """When the last of the calls that go before ``level`` there stops holding others; 0.0
         without any."""
