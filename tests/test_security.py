@@ -109,8 +109,8 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FailureDetector]]:
 
 
 def links_of(detector: FailureDetector) -> rank_links.Links:
-    assert detector._dialler is not None
-    return detector._dialler.links
+    assert detector.links is not None
+    return detector.links
 
 
 def visit(detector: FailureDetector) -> socket.socket:

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from commlayer.failures.detector import FailureDetector
+from commlayer.failures.detector import FailureDetector, host_lost
 from commlayer.failures.failure_records import Report, told
 from commlayer.failures.store_answers import Deadline, asked_store
 from commlayer.profiles.counted import listed
@@ -135,7 +135,9 @@ class CalledLists:
         return f"rank {self._rank}, group {self._name}, which is being made"
 
     def _ask(self, ask: Callable[[], _Answer]) -> _Answer:
-        return asked_store(ask, Deadline.since(self._timeout_s), self._where(), self._detector.host_lost)
+        return asked_store(
+            ask, Deadline.since(self._timeout_s), self._where(), lambda: host_lost(self._detector.knowledge)
+        )
 
 
 def _parts(words: str) -> tuple[str, str, str]:

@@ -28,7 +28,7 @@ from commlayer.engine.lane_holds import lanes
 from commlayer.engine.planned import PlannedGroup
 from commlayer.failures.board import FailureBoard, why_left
 from commlayer.failures.descriptors import require
-from commlayer.failures.detector import set_job_detector
+from commlayer.failures.detector import host_lost, set_job_detector
 from commlayer.failures.endings import end_with_program
 from commlayer.failures.forks import disown_in_child, never_free_in_child
 from commlayer.failures.polled_store import PolledStore
@@ -239,7 +239,9 @@ class Connector:
                 if gathered is not None:
                     gathered.check_notes()  # a rank that was quicker to see that they differ has left: say why here too
                 if polled.is_lost:  # with a rank that need not be in this group
-                    self.board.leave(f"lost the job's store: {self.board.detector.host_lost()}", is_consequence=True)
+                    self.board.leave(
+                        f"lost the job's store: {host_lost(self.board.detector.knowledge)}", is_consequence=True
+                    )
                 raise
 
     def _take_back_address(self) -> None:

@@ -59,7 +59,7 @@ class DeviceSurvey:
             profile = self._measured(device, Watched(groups[0], board), own)
         except Exception as error:  # noqa: BLE001  whatever it is, the others must hear of it, and none may plan alone
             is_woken, why = board.is_broken, why_left(error)
-            veto(own, (board.culprit() if is_woken else "") or f"rank {rank} {why}")
+            veto(own, (board.judge.culprit() if is_woken else "") or f"rank {rank} {why}")
             if not is_woken:
                 board.leave(why)
         who = f"rank {rank}, group {request.name}, to agree on the links of {device.type}"
@@ -114,7 +114,7 @@ def settle(store: Store, num_ranks: int, board: FailureBoard, timeout_s: float, 
     until, look_s = time.monotonic() + timeout_s, _LOOK_S
     while not store.check(["verdict"]):
         if board.is_broken:
-            raise PeerError(f"{who}: {board.culprit()}")
+            raise PeerError(f"{who}: {board.judge.culprit()}")
         if time.monotonic() > until:
             raise CollectiveTimeoutError(
                 f"{who}: a rank did not come within {timeout_s:g} s: look at the logs of the others"

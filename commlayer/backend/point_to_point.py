@@ -185,7 +185,7 @@ class Messages:
                 f"{who}: {what}: did not happen in time: did the other side make its call, with this tag? Gloo's own "
                 f"message: {text}" + (f"\n{diagnosis.words}" if diagnosis.words else "")
             )
-        culprit = self._inner.planned.board.culprit() or "the peer died or closed its connection"
+        culprit = self._inner.planned.board.judge.culprit() or "the peer died or closed its connection"
         return PeerError(f"{who}: {what}: {culprit}: look at its log. Gloo's own message: {text}")
 
     def _only_one(self, verb: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 from commlayer.calls.group_life import making_group
 from commlayer.calls.instruments import inquiries
 from commlayer.calls.ring import ring_size
-from commlayer.failures.detector import FailureDetector
+from commlayer.failures.detector import FailureDetector, host_lost
 from commlayer.failures.polled_store import PolledStore
 from commlayer.failures.store_answers import store_gone
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, PeerError
@@ -83,4 +83,4 @@ def _wait(
     except RuntimeError as error:
         if not polled.is_lost:
             raise
-        raise store_gone(where, detector.host_lost(), error) from error
+        raise store_gone(where, host_lost(detector.knowledge), error) from error

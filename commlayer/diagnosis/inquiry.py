@@ -111,8 +111,8 @@ class Inquiry:
         self._threads: list[threading.Thread] = []
         detector.knowledge.attach(self)
         self._long_waits = LongWaits(self.rank, long_wait_s, self.waited_long, self.answered_s, detector.numbering)
-        if long_wait_s:
-            detector.call_regularly(self._long_waits.look)
+        if long_wait_s and detector.links is not None:
+            detector.links.call_regularly(self._long_waits.look)
         _inquiries.append(self)
         speak_before_abort(self)
         _take_signal(detector)
@@ -460,13 +460,15 @@ class _Hearing:
     def listen(self) -> bool:
         """Have the detector read. False: it has no thread."""
         with contextlib.suppress(OSError):  # the system watches no more descriptors
-            return self.detector.listen(self._ears, self.read)
+            links = self.detector.links
+            return links is not None and links.listen(self._ears, self.read)
         return False
 
     def move(self, inquiries: list[Inquiry]) -> None:
         """The detector ends: have that of another inquiry read; where none is left, let go of the
         signal."""
-        self.detector.forget(self._ears)
+        if self.detector.links is not None:
+            self.detector.links.forget(self._ears)
         for each in list(inquiries):
             self.detector = each._detector
             if self.listen():

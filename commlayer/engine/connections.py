@@ -19,7 +19,7 @@ from commlayer.failures.board import FailureBoard, own_client
 from commlayer.failures.descriptors import CLIENT, require, shortfall
 from commlayer.failures.endings import bury
 from commlayer.failures.forks import never_free_in_child
-from commlayer.failures.waits import bounded, end_wait, keep, wait_for_message
+from commlayer.failures.waits import bounded, end_wait, keep, wait_for_message, woken
 from commlayer.scheduler.plan import Op
 from commlayer.settings import MOST_CONNECTIONS, Settings
 from commlayer.transport.contract import Channel, break_connections
@@ -172,7 +172,7 @@ class Connections:
         self._waited_for.add(work)  # before the look at the board: whoever breaks it looks here afterwards
         try:
             if self.board.is_broken or not wait_for_message(work, timeout, self.board):
-                raise self.board.woken()
+                raise woken()
         finally:
             self._waited_for.discard(work)
 

@@ -251,7 +251,7 @@ class PlannedGroup(Executor):
         collective and sequence, and the rank that failed first where it can be found. Tells the
         other ranks, and wakes them."""
         board = self.board
-        others = board.others(self.global_ranks)
+        others = tuple(rank for rank in self.global_ranks if rank != board.rank)
         wait = FailedStep(board.rank, others, self.name, collective, "flat", collective, 0, sequence)
         return board.blame(wait, Failure(error, waited_s, timeout_s), self.connections.abort)
 

@@ -182,7 +182,7 @@ class FailureBoard:
         """Says what has been found out since about who waits for whom, and waits a moment for
         it."""
         self._breaking = threading.Lock()
-        self._judge = _Judge(self._knowledge, self.key, rank, self.ranks)
+        self.judge = Judge(self._knowledge, self.key, rank, self.ranks)
         self._wakers: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._knowledge.attach(self)
 
@@ -205,7 +205,7 @@ class FailureBoard:
             if record.key != self.key or record.rank == self.rank:
                 return
             with self._breaking:
-                self._judge.first = self._judge.first or record
+                self.judge.first = self.judge.first or record
         elif isinstance(record, Absent):
             if self.ranks.isdisjoint(record.ranks):
                 return
@@ -224,14 +224,6 @@ class FailureBoard:
             wake = waker()
             if wake is not None:
                 wake()
-
-    def woken(self) -> RuntimeError:
-        """The error of a wait that is given up because the board is broken."""
-        return RuntimeError("Connection closed: another rank of the group has failed")
-
-    def others(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Leave this rank out of ``ranks``: those of a failed wait name the others only."""
-        return tuple(rank for rank in ranks if rank != self.rank)
 
     @contextlib.contextmanager
     def connecting(
@@ -255,30 +247,27 @@ class FailureBoard:
                 raise
             innermost = getattr(error, _PHASE, "")
             inside = f": {innermost}" if innermost else ""
-            wait = FailedConnection(self.rank, self.others(ranks), group, f"{purpose}{inside}")
+            others = tuple(rank for rank in ranks if rank != self.rank)
+            wait = FailedConnection(self.rank, others, group, f"{purpose}{inside}")
             raise self.blame(wait, Failure(error, time.monotonic() - began, timeout_s), wake) from error
 
     def blame(self, wait: FailedWait, failure: Failure, wake: Callable[[], None] = lambda: None) -> ClusterError:
-        """The error to raise for a broken wait, of which the others are told, and woken by
-        ``wake``, before it is explained."""
-        self.report(wait, failure)
-        wake()
-        return self.explain(wait, failure)
-
-    def report(self, wait: FailedWait, failure: Failure) -> None:
-        """Tell for whom this rank waited. Before it closes its connections: others must find it
-        when they wake up."""
+        """The error to raise for a broken wait. Before it is explained the others are told for whom
+        this rank waited, and then woken by ``wake``, which closes its connections: others must find
+        the report when they wake up."""
         if failure.is_timeout:
             self.inquire()
-        first = self._judge.first
+        first = self.judge.first
         is_woken = self.is_broken and not failure.is_timeout
         what = first.what if is_woken and first is not None and not first.is_leaving else failure.what
         is_all = len(wait.peers) > _MOST_LISTED
         with self._knowledge.changed:
-            is_known = self._judge.dead() is not None  # then nobody needs to follow who waited for whom
+            is_known = self.judge.dead() is not None  # then nobody needs to follow who waited for whom
         if not is_known:
             self.detector.tell(Report(self.key, self.rank, () if is_all else wait.peers, told(what), is_all))
         self._break()
+        wake()
+        return self.explain(wait, failure)
 
     def inquire(self) -> None:
         """Call :attr:`on_timeout`. Raises nothing: the wait's own error is to be told, whatever
@@ -300,7 +289,7 @@ class FailureBoard:
         most, after a timeout 7.5: what was found out about it (:attr:`diagnosed`) is waited for,
         too."""
         settle_s = min(_SETTLE_TIMEOUT_S, failure.timeout_s) if failure.is_timeout else _SETTLE_BROKEN_S
-        verdict = self._judge.verdict(wait, failure, settle_s)
+        verdict = self.judge.verdict(wait, failure, settle_s)
         leaver = "" if verdict.leaver is None else f", and rank {verdict.leaver} left because of it"
         is_late = verdict.are_all or verdict.what.startswith(_LATE)
         kind = CollectiveTimeoutError if is_late else PeerError
@@ -319,15 +308,8 @@ class FailureBoard:
         made any more."""
         return self.is_broken or any(rank in self.ranks for rank in list(self._knowledge.left))
 
-    def culprit(self) -> str:
-        """The rank that failed first and what became of it, for messages; empty where none is
-        known."""
-        failure = Failure(RuntimeError("Connection closed"), 0.0, 1.0)
-        verdict = self._judge.verdict(FailedWait(self.rank, (), ""), failure, _SETTLE_BROKEN_S)
-        return verdict.words(self.rank) if verdict.ranks else ""
 
-
-class _Judge:
+class Judge:
     """The judge of the broken waits in one group, by what this rank knows: follows reports from the
     rank that one waited for to the rank that this one waited for."""
 
@@ -348,6 +330,13 @@ class _Judge:
                     return verdict
                 self._knowledge.changed.wait(left_s)
 
+    def culprit(self) -> str:
+        """The rank that failed first and what became of it, for messages; empty where none is
+        known."""
+        failure = Failure(RuntimeError("Connection closed"), 0.0, 1.0)
+        verdict = self.verdict(FailedWait(self._rank, (), ""), failure, _SETTLE_BROKEN_S)
+        return verdict.words(self._rank) if verdict.ranks else ""
+
     def _follow(self, wait: FailedWait, failure: Failure) -> tuple[Blame, bool]:
         """Who is to blame as far as is known, and whether nothing that may still come would change
         it."""
@@ -367,8 +356,11 @@ class _Judge:
             if leaving is not None:
                 return self._of_leaver(leaving), True
             silent = [peer for peer, report in reports.items() if report is None]
-            if silent:
-                return self._silent(silent, *sources[silent[0]])
+            if silent:  # they have left the job in good order, or are to be waited for
+                left = next((self._knowledge.left[peer] for peer in silent if peer in self._knowledge.left), None)
+                if left is None:
+                    return Blame(tuple(silent), *sources[silent[0]]), False
+                return self._of_leaver(left) if left.is_failure else blame_of(left), True
             seen |= set(sources)
             sources = self._waited_for(report for report in reports.values() if report is not None)
             sources = {rank: source for rank, source in sources.items() if rank not in seen}
@@ -400,13 +392,3 @@ class _Judge:
         if cause is None:
             return Blame((record.rank,), record.what, record.rank)
         return replace(cause, leaver=None if record.rank in (self._rank, *cause.ranks) else record.rank)
-
-    def _silent(self, silent: Sequence[int], what: str, seen_by: int) -> tuple[Blame, bool]:
-        """Ranks that report nothing: they have left the job in good order, or are to be waited
-        for."""
-        leavers = [self._knowledge.left[rank] for rank in silent if rank in self._knowledge.left]
-        if leavers and leavers[0].is_failure:
-            return self._of_leaver(leavers[0]), True
-        if leavers:
-            return blame_of(leavers[0]), True
-        return Blame(tuple(silent), what, seen_by), False

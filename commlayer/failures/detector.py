@@ -51,7 +51,7 @@ from commlayer.failures.frames import MAX_FRAME_BYTES, Card
 from commlayer.failures.knowledge import Knowledge
 from commlayer.failures.last_words import say_nothing_more, speak_before_sigterm
 from commlayer.failures.news import FailureNews
-from commlayer.failures.rank_links import Dialler, diallers, neighbours
+from commlayer.failures.rank_links import MOST_TOLD, STORE_GRACE_S, Dialler, Links, neighbours
 from commlayer.failures.store_answers import Deadline, asked_store, store_host
 from commlayer.failures.waits import on_a_thread, within
 from commlayer.peer_words import read_words
@@ -63,20 +63,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FailureDetector",
+    "host_lost",
     "job_detector",
     "leave_all",
     "set_job_detector",
 ]
 
 _NEWS_S, _HOST_NEWS_S, _LATE_S = 0.5, 1.0, 10.0
-_STORE_GRACE_S = 2.0
-"""How much longer than its own timeout the store is waited for: it says itself what it waited
-for."""
 _CONNECTING_S = 5.0
 """How long ranks that have come are given at least to connect with each other."""
 _MOST_NAMED = 8
-_MOST_TOLD = 1024
-"""Ranks that have not come and are told of: a frame has room for so many."""
 _LOOPBACK = ("127.", "::1")
 _Answer = TypeVar("_Answer")
 
@@ -112,8 +108,11 @@ class FailureDetector:
         """Whose numbers ``ranks`` are: empty: the job's; else those of a group that stands alone,
         by its key."""
         self._news = FailureNews(rank)
+        self.links: Links | None = None
+        """The connections with other ranks; None: there are none."""
         self._dialler: Dialler | None = None
-        self._staying: threading.Thread | None = None
+        self.staying: threading.Thread | None = None
+        """The thread of :meth:`fail`, while it waits."""
         self._deadline: Deadline | None = None
         """The end of the time for joining; None: the others have been connected since, or there are
         none."""
@@ -126,6 +125,7 @@ class FailureDetector:
             with contextlib.suppress(RuntimeError):
                 store.set(f"detector/{rank}", msgspec.msgpack.encode(Card((), 0, b"", why)))  # type: ignore[arg-type]
             raise ClusterError(f"rank {rank} cannot take part: {why}") from error
+        self.links = self._dialler.links
         _detectors.add(self)
         disown_in_child(self)
         self.knowledge.attach(self._news)
@@ -133,10 +133,14 @@ class FailureDetector:
         cards = _Cards(store, self._dialler, self._deadline)
         try:
             cards.put()
-            set_aside(self._dialler.links)
-            self._dialler.links.thread.start()
+            set_aside(self.links)
+            self.links.thread.start()
             on_listening(self)
-            self._join(cards)
+            for peer in neighbours(rank, self.ranks):
+                card = cards.of(peer)
+                if card.trouble:
+                    raise PeerError(f"rank {peer} cannot take part: {card.trouble}")
+                self._dialler.connect(peer, card)
             self._dialler.has_joined = True
         except BaseException as error:
             self.fail(f"could not join its job: {error}", is_consequence=isinstance(error, BLAMING))
@@ -147,15 +151,6 @@ class FailureDetector:
     def alone(cls, rank: int = 0) -> FailureDetector:
         """A detector of this process only, which knows what is reported to it."""
         return cls(None, rank, (rank,), 0.0)
-
-    def _join(self, cards: _Cards) -> None:
-        """Connect with the neighbours, once each has said where it listens."""
-        assert self._dialler is not None
-        for peer in neighbours(self.rank, self.ranks):
-            card = cards.of(peer)
-            if card.trouble:
-                raise PeerError(f"rank {peer} cannot take part: {card.trouble}")
-            self._dialler.connect(peer, card)
 
     @contextlib.contextmanager
     def expecting_all(self, has_come: Callable[[int], bool]) -> Iterator[None]:
@@ -173,7 +168,7 @@ class FailureDetector:
             return
         # The last rank may have come at the last moment, and connecting takes a moment of its own.
         seconds, is_over = max(deadline.left_s(), _CONNECTING_S), threading.Event()
-        timer = threading.Timer(seconds, self._miss_unreached, [deadline.timeout_s, has_come, is_over])
+        timer = threading.Timer(seconds, self._dialler.miss_unreached, [deadline.timeout_s, has_come, is_over])
         timer.daemon = True
         with contextlib.suppress(RuntimeError):  # as many threads as may be: the connecting ends in its own timeout
             timer.start()
@@ -183,62 +178,26 @@ class FailureDetector:
             is_over.set()
             timer.cancel()
 
-    def _miss_unreached(self, timeout_s: float, has_come: Callable[[int], bool], is_over: threading.Event) -> None:
-        """Tell all of the ranks that have refused a connection and have not come; nothing where
-        there are none, the store does not answer, or the others have been connected meanwhile."""
-        assert self._dialler is not None
-        known = self.knowledge.gone.keys() | self.knowledge.left.keys()
-        refused = [rank for rank in self._dialler.unreached if rank not in known][:_MOST_TOLD]
-
-        def ask() -> tuple[int, ...]:
-            return tuple(rank for rank in refused if not has_come(rank))
-
-        with contextlib.suppress(RuntimeError, TimeoutError):
-            missing = within(_STORE_GRACE_S, ask)
-            if missing and not is_over.is_set():
-                self.tell(Absent(missing, timeout_s, self.rank))
-
-    def listen(self, descriptor: int, read: Callable[[], None]) -> bool:
-        """Have ``read`` called on the detector's thread when there is something to read in
-        ``descriptor``. False: it has none."""
-        return self._dialler is not None and self._dialler.links.listen(descriptor, read)
-
-    def forget(self, descriptor: int) -> None:
-        """The opposite of :meth:`listen`."""
-        if self._dialler is not None:
-            self._dialler.links.forget(descriptor)
-
-    def call_regularly(self, look: Callable[[], float]) -> None:
-        """Have ``look``, a method whose object is not kept alive, called on the detector's thread:
-        now, and each time after as many seconds as it returns."""
-        if self._dialler is not None:
-            self._dialler.links.call_regularly(look)
-
     def tell(self, record: Record) -> None:
         """Have every rank know ``record``; of several about one rank (and group) the first one
         counts. Raises nothing."""
-        if self._dialler is None:
+        if self.links is None:
             self.knowledge.learn(record)
         else:
-            self._dialler.links.tell(record)
-
-    def host_lost(self) -> str:
-        """The words to say where the store is gone: others may know which rank has failed, and so
-        has perhaps hosted it."""
-        return _host_lost(self.knowledge)
+            self.links.tell(record)
 
     @property
     def is_open(self) -> bool:
         """Whether there are connections with other ranks, or are to be."""
-        return self._dialler is not None and not self._dialler.links.is_closed
+        return self.links is not None and not self.links.is_closed
 
     def close(self, why: str, *, is_failure: bool = False, is_consequence: bool = False) -> None:
         """Say why this rank leaves, and let go of connections, once the neighbours have heard it.
         Harmless when repeated."""
-        if self._dialler is None or not self.is_open:
+        if self.links is None or not self.is_open:
             return
         self.tell(Left(self.rank, told(why), is_failure, is_consequence))
-        self._dialler.links.close()
+        self.links.close()
         self.knowledge.detach(self._news)
         say_nothing_more(self)
 
@@ -249,32 +208,21 @@ class FailureDetector:
         Who dials a rank that has let go of its port before it could say why takes it for the first
         that died.
         """
-        if not self.is_open:
+        dialler = self._dialler
+        if dialler is None or not self.is_open:
             return
         self.tell(Left(self.rank, told(why), is_failure=True, is_consequence=is_consequence))
-        self._staying = threading.Thread(target=self._stay, args=(why,), name="commlayer-leave", daemon=True)
-        try:
-            self._staying.start()
-        except RuntimeError:  # as many threads as may be, or the interpreter is ending
-            self._staying = None
+
+        def stay() -> None:
+            dialler.await_heard(_LATE_S)
             self.close(why)
 
-    def _stay(self, why: str) -> None:
-        with self.knowledge.changed:
-            self.knowledge.changed.wait_for(lambda: not self.is_open or not self._unaware(), _LATE_S)
-        self.close(why)
-
-    def _unaware(self) -> set[int]:
-        """The ranks with which this one has yet to have a connection."""
-        assert self._dialler is not None
-        knowledge = self.knowledge
-        awaited = {*neighbours(self.rank, self.ranks), *diallers(self.rank, self.ranks)}
-        return awaited - self._dialler.links.heard - knowledge.gone.keys() - knowledge.left.keys()
-
-    def linger(self) -> None:
-        """Wait, before the process ends, until those have heard whom :meth:`fail` waits for."""
-        if self._staying is not None:
-            self._staying.join(_LATE_S)
+        self.staying = threading.Thread(target=stay, name="commlayer-leave", daemon=True)
+        try:
+            self.staying.start()
+        except RuntimeError:  # as many threads as may be, or the interpreter is ending
+            self.staying = None
+            self.close(why)
 
     def last_words(self) -> None:
         """See :class:`commlayer.failures.last_words.Speaker`. Who sends SIGTERM may have seen a
@@ -287,10 +235,10 @@ class FailureDetector:
         """In a forked child: see :class:`commlayer.failures.forks.Disowned`."""
         if _job is self:
             set_job_detector(None)
-        self._staying = None
+        self.staying = None
         self.knowledge.changed = threading.Condition()
-        if self._dialler is not None:
-            self._dialler.links.disown()
+        if self.links is not None:
+            self.links.disown()
 
     def __del__(self) -> None:
         self.close("was dropped")
@@ -344,10 +292,10 @@ class _Cards:
 
         knowledge = self._knowledge
         try:
-            return asked_store(asked, self._deadline, self._me, lambda: _host_lost(knowledge), self._awaited)
+            return asked_store(asked, self._deadline, self._me, lambda: host_lost(knowledge), self._awaited)
         except _NotComeError as error:
             missing = self._missing()
-            absent = Absent((missing or peers)[:_MOST_TOLD], self._deadline.timeout_s, knowledge.rank)
+            absent = Absent((missing or peers)[:MOST_TOLD], self._deadline.timeout_s, knowledge.rank)
             if missing:
                 self._dialler.links.tell(absent)
             raise CollectiveTimeoutError(
@@ -361,7 +309,7 @@ class _Cards:
         Raises what it raises, TimeoutError, PeerError with the words of that failure.
         """
         answer, knowledge = on_a_thread(ask), self._knowledge
-        seconds = self._deadline.left_s() + _STORE_GRACE_S
+        seconds = self._deadline.left_s() + STORE_GRACE_S
 
         def notify(_: object) -> None:
             with knowledge.changed:
@@ -381,9 +329,7 @@ class _Cards:
         """The ranks that have left no card, as far as the store answers soon."""
         store, ranks = self._store, self._knowledge.ranks
         with contextlib.suppress(RuntimeError, TimeoutError):
-            return within(
-                _STORE_GRACE_S, lambda: tuple(rank for rank in ranks if not store.check([f"detector/{rank}"]))
-            )
+            return within(STORE_GRACE_S, lambda: tuple(rank for rank in ranks if not store.check([f"detector/{rank}"])))
         return ()
 
 
@@ -391,7 +337,9 @@ class _NotComeError(Exception):
     """The store has waited in vain for what a rank says there."""
 
 
-def _host_lost(knowledge: Knowledge) -> str:
+def host_lost(knowledge: Knowledge) -> str:
+    """The words to say where the store is gone: others may know which rank has failed, and so
+    has perhaps hosted it."""
     return knowledge.await_failure(_HOST_NEWS_S) or store_host()
 
 
@@ -399,7 +347,7 @@ def _addresses(store: Store) -> list[str]:
     """Where the others may find this process, likeliest first: on Gloo's interface, and on the way
     to the store."""
     finders: list[Callable[[], str]] = [
-        lambda: _interface_address(os.environ["GLOO_SOCKET_IFNAME"].split(",")[0]),
+        _gloos_address,
         lambda: _address_towards(store),
         lambda: socket.gethostbyname(socket.gethostname()),
     ]
@@ -414,9 +362,11 @@ def _addresses(store: Store) -> list[str]:
     return list(dict.fromkeys(addresses)) or ["127.0.0.1"]
 
 
-def _interface_address(name: str) -> str:
+def _gloos_address() -> str:
+    """The address of the interface that Gloo is told to use."""
     import fcntl
 
+    name = os.environ["GLOO_SOCKET_IFNAME"].split(",")[0]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         siocgifaddr = 0x8915  # netdevice(7)
         answer = fcntl.ioctl(any_socket, siocgifaddr, struct.pack("256s", name.encode()[:15]))
@@ -456,8 +406,8 @@ def leave_all(why: str, *, is_failure: bool, is_consequence: bool = False, is_in
     """Leave every job of this process: it ends. ``is_in_haste``: ranks that have yet to come are
     not waited for."""
     for detector in list(_detectors):
-        if not is_in_haste:
-            detector.linger()
+        if not is_in_haste and detector.staying is not None:
+            detector.staying.join(_LATE_S)
         detector.close(why, is_failure=is_failure, is_consequence=is_consequence)
 
 

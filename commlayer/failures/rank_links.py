@@ -32,18 +32,23 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import msgspec
 
-from commlayer.failures.failure_records import Gone, Record
+from commlayer.failures.failure_records import Absent, Gone, Record
 from commlayer.failures.frames import LENGTH, MAX_FRAME_BYTES, Card, Frame, Hello, Welcome, framed, frames, read_frame
 from commlayer.failures.knowledge import Knowledge
+from commlayer.failures.waits import within
 from commlayer.profiles.errors import DisagreementError
 from commlayer.profiles.printable import say
 
-__all__ = ["Dialler", "Links", "diallers", "neighbours", "received"]
+__all__ = ["MOST_TOLD", "STORE_GRACE_S", "Dialler", "Links", "diallers", "neighbours", "received"]
 
+STORE_GRACE_S = 2.0
+"""How much longer than its own timeout the store is waited for: it says itself what it waited
+for."""
+MOST_TOLD = 1024
+"""Ranks that have not come and are told of: a frame has room for so many."""
 _DIAL_S = 2.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _MOST_DIALS, _SAY_AFTER_DIALS = 0.05, 30.0, 40, 4
 _FLUSH_S = 0.5
@@ -354,15 +359,37 @@ class Dialler:
         """The ranks one of whose addresses has refused a connection."""
         self.has_joined = False
 
-    @property
-    def unreached(self) -> tuple[int, ...]:
-        """The ranks that have refused a connection, and with which there has never been one."""
-        return tuple(sorted(self._refused - self.links.heard))
-
     def connect(self, peer: int, card: Card) -> None:
         """Dial ``peer``; where there is no connection to be had now, go on on another thread."""
         if not self._dial(peer, card) and peer not in self._knowledge.gone:
             self._start_asking(peer, card)
+
+    def miss_unreached(self, timeout_s: float, has_come: Callable[[int], bool], is_over: threading.Event) -> None:
+        """Tell all of the ranks that have refused a connection and have not come: that never had
+        one, and about which the store says so. Nothing where there are none, the store does not
+        answer, or the others have been connected meanwhile."""
+        knowledge = self._knowledge
+        known = self.links.heard | knowledge.gone.keys() | knowledge.left.keys()
+        refused = sorted(self._refused - known)[:MOST_TOLD]
+
+        def ask() -> tuple[int, ...]:
+            return tuple(rank for rank in refused if not has_come(rank))
+
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            missing = within(STORE_GRACE_S, ask)
+            if missing and not is_over.is_set():
+                self.links.tell(Absent(missing, timeout_s, knowledge.rank))
+
+    def await_heard(self, seconds: float) -> None:
+        """Return when all ranks have had a connection that are to have one with this rank, or are
+        known to have ended; or when connections are closed, or after ``seconds``."""
+        knowledge, links = self._knowledge, self.links
+        awaited = {*neighbours(knowledge.rank, knowledge.ranks), *diallers(knowledge.rank, knowledge.ranks)}
+        with knowledge.changed:
+            knowledge.changed.wait_for(
+                lambda: links.is_closed or awaited <= links.heard | knowledge.gone.keys() | knowledge.left.keys(),
+                seconds,
+            )
 
     def lost(self, link: Link, is_closed: bool) -> None:
         """Dial anew the rank at the other end of ``link``, which has ended, unless one of both has
@@ -438,10 +465,6 @@ class Dialler:
         with contextlib.suppress(RuntimeError):  # as many threads as may be, or the interpreter is ending
             thread.start()
 
-    def _is_news(self, card: Card, known: set[str]) -> bool:
-        """Whether other addresses of ``card`` answer than those that were known to."""
-        return self.links.is_closed or self.answering.intersection(card.addresses) != known
-
     def _ask(self, peer: int, card: Card) -> None:
         """Dial ``peer`` again and again, ever more rarely, until there is a connection, or it is
         known what became of it."""
@@ -462,7 +485,7 @@ class Dialler:
             with knowledge.changed:
                 known = self.answering.intersection(card.addresses)
                 knowledge.changed.wait_for(
-                    partial(self._is_news, card, known),
+                    lambda: links.is_closed or self.answering.intersection(card.addresses) != known,  # noqa: B023  asked here only
                     min(_FIRST_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S),
                 )
 

@@ -55,6 +55,7 @@ __all__ = [
     "wait",
     "wait_for_message",
     "within",
+    "woken",
 ]
 
 NO_TIMEOUT = timedelta(0)
@@ -100,12 +101,14 @@ class Board(Protocol):
     def has_leaver(self) -> bool:
         """Whether a rank of the group has left the job."""
 
-    def woken(self) -> RuntimeError:
-        """The error of a wait that was given up for it."""
-
     def on_break(self, wake: Callable[[], None]) -> None:
         """Have ``wake``, a method whose object is not kept alive, called when the board breaks; at
         once where it has."""
+
+
+def woken() -> RuntimeError:
+    """The error of a wait that is given up because its board is broken."""
+    return RuntimeError("Connection closed: another rank of the group has failed")
 
 
 def is_timeout(error: BaseException) -> bool:
@@ -117,7 +120,7 @@ def wait(work: Any, board: Board, timeout_s: float | None = None) -> None:
     """Wait for a Gloo collective, which has a timeout of its own; ``timeout_s``: give up before
     that.
 
-    Raises RuntimeError: Gloo's, ``board.woken()``, or that it timed out.
+    Raises RuntimeError: Gloo's, :func:`woken`, or that it timed out.
     """
     until, patience = (None, SLICE) if timeout_s is None else (time.monotonic() + timeout_s, _slice(timeout_s))
     while True:
@@ -130,7 +133,7 @@ def wait(work: Any, board: Board, timeout_s: float | None = None) -> None:
                 return
             if board.is_broken:
                 board.has_abandoned = True
-                raise board.woken() from None
+                raise woken() from None
             if until is not None:
                 left_s = until - time.monotonic()
                 if left_s <= 0:
@@ -228,7 +231,7 @@ class Watched:
         finally:
             self._waited_for.discard(work)
         if self._board.is_broken:
-            raise self._board.woken()
+            raise woken()
         raise RuntimeError(f"Timed out after {limit.total_seconds():g} s, waiting for a message")
 
     def _wake(self) -> None:
@@ -307,7 +310,7 @@ def _waited_on_a_thread(
 
 def bounded(task: Callable[[], Result], board: Board, timeout_s: float, what: str) -> Result:
     """``task()``, which may wait in C++ for ever: on a thread that is let go of after ``timeout_s``
-    seconds, or when the board breaks. Raises what it raises, TimeoutError, ``board.woken()``.
+    seconds, or when the board breaks. Raises what it raises, TimeoutError, :func:`woken`.
 
     Where it raises that a connection was closed, the board is given a moment to break: on a busy
     machine a peer that has heard of a death, and lets go of its connections, may be quicker than
@@ -323,7 +326,7 @@ def bounded(task: Callable[[], Result], board: Board, timeout_s: float, what: st
             raise
 
     if board.is_broken:  # those who have given up must not be connected with
-        raise board.woken()
+        raise woken()
     answer = on_a_thread(heard)
     until = time.monotonic() + timeout_s
     patience_s = _PARTING_S  # a rank that leaves in good order may have made its connection first
@@ -335,7 +338,7 @@ def bounded(task: Callable[[], Result], board: Board, timeout_s: float, what: st
         if board.has_leaver:
             patience_s -= _LOOK_S
         if board.is_broken or patience_s <= 0:
-            raise board.woken()
+            raise woken()
         if time.monotonic() > until:
             raise TimeoutError(f"{what}: Timed out after {timeout_s:g} s")
 

@@ -212,7 +212,7 @@ class DeviceHarness(Harness):
         except RuntimeError as error:
             if isinstance(error, CommlayerError) or not self.board.is_broken:
                 raise
-            raise PeerError(f"{what}: {self.board.culprit()}") from error
+            raise PeerError(f"{what}: {self.board.judge.culprit()}") from error
 
     # Side by side
 

@@ -11,6 +11,7 @@ import torch
 
 from commlayer.engine.device_plans import DevicePlans
 from commlayer.engine.planned import PlannedGroup
+from commlayer.failures.waits import woken
 from commlayer.measure.harness import HostGroup
 from commlayer.profiles.links import Resource
 from commlayer.profiles.pairs import Pair, pair_rounds
@@ -105,7 +106,7 @@ def _swap_on_device_us(planned: DevicePlans, peer: int, num_bytes: int) -> float
     until = time.monotonic() + planned.timeout_s
     while not ended.is_done():
         if board.is_broken:
-            raise board.woken()
+            raise woken()
         if time.monotonic() > until:
             raise RuntimeError(f"Timed out waiting for a message of rank {planned.global_ranks[peer]}")
         time.sleep(_LOOK_S)

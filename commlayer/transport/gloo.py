@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from commlayer.failures.board import FailedStep, Failure, FailureBoard
-from commlayer.failures.waits import can_end_waits, end_wait, keep, wait_for_message
+from commlayer.failures.waits import can_end_waits, end_wait, keep, wait_for_message, woken
 from commlayer.failures.waits import wait as wait_for_collective
 from commlayer.profiles.errors import ClusterError, DisagreementError
 from commlayer.scheduler.moves import MAX_TAGS, Message, Moves, Region
@@ -350,7 +350,7 @@ class GlooCall:
             shared: Any = transport.shared[self._steps[earlier].op]
             try:
                 if transport.board.is_broken:
-                    raise transport.board.woken()
+                    raise woken()
                 shared.wait_all(near, max(self._timeout_s - (time.monotonic() - self._started), 0.001))
             except RuntimeError as error:
                 raise self._explained(earlier, near.blamed, error) from error
@@ -441,10 +441,10 @@ class GlooCall:
         try:
             board, timeout = transport.board, timedelta(seconds=left_s)
             if board.is_broken:
-                raise board.woken()
+                raise woken()
             is_here = transport.can_end_waits or work.__class__ is Send  # what wait_for_message asks
             if not (work.wait(timeout) if is_here else wait_for_message(work, timeout, board)):
-                raise board.woken()
+                raise woken()
         except RuntimeError as error:
             shared = transport.shared[self._steps[index].op]
             if shared is not None and work.__class__ is not Send:
@@ -538,6 +538,7 @@ class GlooOneCall:
 
     def _explained(self, error: RuntimeError) -> Exception:
         transport = self._transport
-        ranks = transport.board.others(rank for rank, _ in transport.channels[Op.ALL_TO_ALL].peers)
+        peers = transport.channels[Op.ALL_TO_ALL].peers
+        ranks = tuple(rank for rank, _ in peers if rank != transport.rank)
         failure = Failure(error, time.monotonic() - self._started, self._timeout_s)
         return transport.explain(self._script.plan, 0, self._sequence, ranks, failure)

@@ -32,6 +32,7 @@ class Listening(FailureDetector):
 
     def __init__(self) -> None:
         super().__init__(None, 0, (0, 1, 2), 0.0)
+        self.links: Any = self
         self.reading: dict[int, Callable[[], None]] = {}
         self.questions: list[Asked] = []
 

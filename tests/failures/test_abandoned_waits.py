@@ -20,8 +20,6 @@ ENDING = dedent(
 
     class Broken:
         has_abandoned, is_broken, has_leaver = False, True, False
-        def woken(self):
-            return RuntimeError("a rank died")
 
     def asking(count):
         # Comes back from C++, and asks for the interpreter's lock, while the program ends: one of them at every moment of that.

@@ -67,7 +67,7 @@ def test_the_first_death_is_blamed_and_not_what_followed_from_it() -> None:
     assert str(board(detector).explain(wait(0, 1), CLOSED)).startswith(
         "rank 2 left with ValueError: no more data; here"
     )
-    assert board(detector).culprit() == "rank 2 left with ValueError: no more data"
+    assert board(detector).judge.culprit() == "rank 2 left with ValueError: no more data"
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_the_detector_and_a_groups_board_blame_the_same_rank_in_the_same_words(
     for record in records:
         detector.tell(record)
     assert detector.knowledge.failure() == words
-    assert board(detector).culprit() == words
+    assert board(detector).judge.culprit() == words
 
 
 def test_who_waits_for_whom_leads_to_the_silent_rank() -> None:
@@ -121,7 +121,7 @@ def test_ranks_that_never_came_are_blamed_and_not_who_gave_up_on_them() -> None:
     assert isinstance(error, CollectiveTimeoutError)
     assert str(error).startswith("ranks 2, 3 did not come within 6 s (seen by rank 1); here: rank 0, group world")
     other = FailureBoard(detector, "others", 0, (0, 1))
-    assert other.culprit() == ""
+    assert other.judge.culprit() == ""
 
 
 def test_a_member_that_left_because_of_another_groups_rank_is_not_blamed() -> None:
@@ -190,7 +190,7 @@ def test_a_woken_rank_does_not_blame_whom_it_happened_to_wait_for() -> None:
     detector.tell(Report(KEY, 2, (3,), "did not answer within 2 s"))
     detector.tell(Report(KEY, 1, (), "left with OSError: disk full"))
     assert (mine.is_broken, woken) == (True, [1])
-    mine.report(wait(0, 1), Failure(mine.woken(), 0.5, 60.0))
+    mine.blame(wait(0, 1), Failure(waits.woken(), 0.5, 60.0))
     assert detector.knowledge.reports[KEY, 0].what == "did not answer within 2 s"
 
 
@@ -199,7 +199,7 @@ def test_a_rank_that_is_woken_by_who_waited_for_it_names_whom_it_waited_for() ->
     detector = FailureDetector(None, 0, RANKS, 0.0)
     mine = board(detector)
     detector.tell(Report(KEY, 1, (0,), "did not answer within 2 s"))
-    error = mine.blame(wait(0, 2), Failure(mine.woken(), 1.9, 2.0))
+    error = mine.blame(wait(0, 2), Failure(waits.woken(), 1.9, 2.0))
     assert isinstance(error, CollectiveTimeoutError)
     assert str(error).startswith("rank 2 did not answer within 2 s; here")
 
@@ -273,7 +273,7 @@ def test_of_a_rank_that_nobody_heard_its_end_is_told() -> None:
 def test_of_a_large_group_nobody_lists_all_ranks() -> None:
     detector, ranks = FailureDetector(None, 0, range(20_000), 0.0), range(20_000)
     mine = FailureBoard(detector, "g" * 5000, 0, ranks)
-    mine.report(wait(0, *ranks[1:]), LATE)
+    mine.blame(wait(0, *ranks[1:]), LATE)
     (report,) = detector.knowledge.reports.values()
     assert report.is_all
     assert len(framed(report)) < 300
@@ -366,7 +366,7 @@ def test_a_rank_is_named_by_its_own_words_where_its_death_was_told_before() -> N
     detector = FailureDetector(None, 0, RANKS, 0.0)
     detector.tell(Gone(3, 1, is_unheard=True))
     detector.tell(Left(3, "its program has ended", is_failure=False))
-    assert board(detector).culprit() == "rank 3 has left the job (its program has ended)"
+    assert board(detector).judge.culprit() == "rank 3 has left the job (its program has ended)"
 
 
 class NeverDone:
@@ -410,8 +410,8 @@ def detectors(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FailureDetector]
 
 
 def links_of(detector: FailureDetector) -> Links:
-    assert detector._dialler is not None
-    return detector._dialler.links
+    assert detector.links is not None
+    return detector.links
 
 
 def stranger_at(detector: FailureDetector) -> tuple[socket.socket, socket.socket]:
@@ -453,7 +453,7 @@ def test_the_last_words_of_a_rank_arrive_whatever_it_has_not_read(
         reads_again.wait(60.0)
         os.eventfd_read(bell)
 
-    assert leaves.listen(bell, stall)
+    assert links_of(leaves).listen(bell, stall)
     for link in links:
         link.socket.send(framed(Report(KEY, 1, (0,), "unread")))
     closing = threading.Thread(target=leaves.close, args=("it ends",))

@@ -44,9 +44,6 @@ class Board:
 
     has_abandoned, is_broken, has_leaver = False, False, False
 
-    def woken(self) -> RuntimeError:
-        return RuntimeError("a rank died")
-
     def on_break(self, wake: Any) -> None:
         """Nobody is woken: with a torch not tested, waits look up themselves."""
 

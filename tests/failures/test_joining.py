@@ -210,9 +210,10 @@ def test_whoever_fails_at_the_start_waits_for_nobody_that_has_heard(opened: list
     assert dialler is not None
     with first.knowledge.changed:
         assert first.knowledge.changed.wait_for(lambda: 1 in dialler.links.heard, 30.0)
-    assert not first._unaware()
+    dialler.await_heard(0.0)
     first.fail("left with ValueError")
-    first.linger()
+    assert first.staying is not None
+    first.staying.join()
     with other.knowledge.changed:
         assert other.knowledge.changed.wait_for(lambda: bool(other.knowledge.left), 30.0)
         assert other.knowledge.failure() == "rank 0 left with ValueError"
