@@ -80,7 +80,8 @@ class GroupCommunicator:
         if lane is not None and lane not in LANES:
             raise UsageError(f"lane must be one of {', '.join(LANES)}, got {lane!r}")
         self._arguments, self.group = (lane, name), group
-        self.lane: str = lane or getattr(group, "lane", "")
+        own_lane: str = getattr(group, "lane", "")
+        self.lane = lane or own_lane
         self.name = name or (f"lane {self.lane}" if self.lane else "a group without a lane")
         for policy in (wire, gradient_wire):
             if policy is not None and not isinstance(policy, WirePolicy):

@@ -71,8 +71,10 @@ class WireDecider:
                 # What a step finds there nobody hears of, so all ranks ask for NaN and infinity before they launch.
                 require_finite(self.group, codec, x)
                 codec = self._codec(plan.wire, x, "pass")
-            label = "encoded" if splits is None else "encoded exchange"
-            movement = Movement(plan, x, out, label, blocks=blocks, splits=splits or ((), ()), codec=codec)
+            if splits is None:
+                movement = Movement(plan, x, out, "encoded", blocks=blocks, codec=codec)
+            else:
+                movement = Movement(plan, x, out, "encoded exchange", splits=splits, codec=codec)
             return cast("dist.Work", self.group.start_planned(movement))
         flat = FlatEncoded(self.group, codec)
         if splits is not None:

@@ -17,7 +17,8 @@ from commlayer.profiles.links import Resource
 from commlayer.scheduler.lanes import level_of
 from commlayer.scheduler.plan import Plan, Step
 from commlayer.transport.stream_lanes import StreamLane, lanes_of_device
-from commlayer.transport.streams import StepMessenger, StreamCall, StreamTransport
+from commlayer.transport.stream_scripts import StepMessenger
+from commlayer.transport.streams import StreamCall, StreamTransport
 
 __all__ = ["DeviceConnections"]
 

@@ -31,9 +31,9 @@ from commlayer.scheduler.lanes import level_of
 from commlayer.scheduler.moves import Moves
 from commlayer.scheduler.plan import Buffer, Plan
 from commlayer.settings import Settings
-from commlayer.transport.bound_steps import bind
 from commlayer.transport.call_memory import CallMemory, reducer
-from commlayer.transport.streams import StreamCall, StreamScript, StreamTimes
+from commlayer.transport.stream_scripts import StreamScript, bind
+from commlayer.transport.streams import StreamCall, StreamTimes
 
 if TYPE_CHECKING:
     from commlayer.engine.planned import PlannedGroup

@@ -16,8 +16,7 @@ import torch
 
 from commlayer.engine.runner import Sent
 from commlayer.scheduler.plan import Plan
-from commlayer.transport.bound_steps import BoundScript
-from commlayer.transport.streams import StreamScript
+from commlayer.transport.stream_scripts import BoundScript, StreamScript
 
 __all__ = ["KeptCall", "KeptCalls"]
 

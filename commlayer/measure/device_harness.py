@@ -38,7 +38,8 @@ from commlayer.transport.accelerators import MakeInner, registered_accelerators
 from commlayer.transport.c10d import is_usable
 from commlayer.transport.contract import StartedPlan
 from commlayer.transport.nccl import InnerMessenger, Nccl, connect_now, make_nccl
-from commlayer.transport.streams import StepMessenger, StreamCall, StreamTransport
+from commlayer.transport.stream_scripts import StepMessenger
+from commlayer.transport.streams import StreamCall, StreamTransport
 
 __all__ = ["DeviceGroup", "DeviceHarness", "DeviceLinks", "device_links"]
 

@@ -76,7 +76,8 @@ def _on_device(
     """``connected`` makes a communicator of some ranks, and says which rank in it each of them
     is."""
     from commlayer.devices.accelerator import AcceleratorDevice
-    from commlayer.transport.streams import StepMessenger, StreamTransport
+    from commlayer.transport.stream_scripts import StepMessenger
+    from commlayer.transport.streams import StreamTransport
 
     lines = {}
     for op, (name, ranks) in wanted.items():

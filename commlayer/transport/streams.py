@@ -15,22 +15,21 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
-from commlayer.devices.device_contract import Device, Messenger, Received, Stream, StreamEvent, TimedEvent
+from commlayer.devices.device_contract import Device, Received, Stream, StreamEvent, TimedEvent
 from commlayer.profiles.errors import InternalError, UsageError
 from commlayer.profiles.links import Resource
-from commlayer.scheduler.moves import Message, Moves, Region
-from commlayer.scheduler.plan import Buffer, Op, Plan, Step
-from commlayer.transport.bound_steps import BoundScript, bind
+from commlayer.scheduler.moves import Moves
+from commlayer.scheduler.plan import Op, Plan, Step
 from commlayer.transport.call_memory import Buffers, Reducer
 from commlayer.transport.contract import Coder
 from commlayer.transport.nccl import is_high_priority
 from commlayer.transport.stream_lanes import StreamLane
+from commlayer.transport.stream_scripts import BoundScript, StepMessenger, StreamScript, StreamStep, bind, buffers_on
 
-__all__ = ["StepMessenger", "StreamCall", "StreamScript", "StreamTimes", "StreamTransport", "is_high_priority_of"]
+__all__ = ["StreamCall", "StreamTimes", "StreamTransport", "is_high_priority_of"]
 
 
 def is_high_priority_of(resource: Resource, lane: str = "") -> bool:
@@ -43,68 +42,6 @@ def is_high_priority_of(resource: Resource, lane: str = "") -> bool:
     Raises UsageError for a lane that does not exist.
     """
     return is_high_priority(lane) if lane else resource is Resource.INTER
-
-
-@dataclass(frozen=True)
-class StepMessenger:
-    """A communicator for one kind of step. ``places``: the rank in its group of each peer that
-    moves speak of."""
-
-    messenger: Messenger
-    places: tuple[int, ...]
-
-    @property
-    def is_in_order(self) -> bool:
-        """Whether peers and ranks in the group are the same, so that its own collectives may be
-        used."""
-        return self.places == tuple(range(len(self.places)))
-
-
-class StreamStep:
-    """One step as it is launched. ``waits_for``: earlier steps of other streams; ``is_awaited``:
-    one of another waits for it;
-    ``is_last``: of its stream; ``is_empty``: this rank has nothing to do in it."""
-
-    __slots__ = (
-        "gathers",
-        "is_awaited",
-        "is_empty",
-        "is_last",
-        "line",
-        "moves",
-        "receives",
-        "resource",
-        "sends",
-        "waits_for",
-    )
-
-    def __init__(self, resource: Resource, moves: Moves, line: StepMessenger | None, *, may_gather: bool) -> None:
-        self.resource, self.moves, self.line = resource, moves, line
-        self.waits_for: tuple[int, ...] = ()
-        self.is_awaited = self.is_last = False
-        may_gather = may_gather and line is not None and line.is_in_order
-        self.gathers = _equal_slices(moves, len(line.places)) if line is not None and may_gather else ()
-        # Messages have no tags there: both ends name those of a pair in one order.
-        self.sends = () if self.gathers else tuple(sorted(moves.sends, key=_tag))
-        self.receives = () if self.gathers else tuple(sorted(moves.receives, key=_tag))
-        done = moves.sends, moves.receives, moves.copies, moves.reductions, moves.encodes, moves.decodes
-        self.is_empty = not any(done)
-
-
-@dataclass(frozen=True)
-class StreamScript:
-    """A plan as it is launched. ``touched``: the resources whose streams it needs, with the buffers
-    that each uses; ``posted``: the steps in which this rank has something to do, and the last."""
-
-    plan: Plan
-    steps: tuple[StreamStep, ...]
-    touched: tuple[tuple[Resource, frozenset[Buffer]], ...]
-    posted: tuple[int, ...]
-
-    @property
-    def resources(self) -> tuple[Resource, ...]:
-        """The resources whose streams it needs."""
-        return tuple(resource for resource, _ in self.touched)
 
 
 class StreamTransport:
@@ -137,9 +74,9 @@ class StreamTransport:
         """The end of the latest call on each stream: calls share staging memory, whichever stream
         they are made on."""
         self._is_in_graph = False
-        self._latest: weakref.ref[StreamCall] | None = None
-        self._latest_plan: Plan | None = None
-        self._announced: tuple[StreamLane, Stream] | None = None  # the latest call that was: where, on which stream
+        self.latest: weakref.ref[StreamCall] | None = None  # the call holds the program's memory
+        self.latest_plan: Plan | None = None
+        self.announced: tuple[StreamLane, Stream] | None = None  # the latest call that was: where, on which stream
         self._staged: list[weakref.ref[torch.Tensor]] = []
         self._of_graphs: list[torch.Tensor] = []  # staging memory that a graph may be replayed on
 
@@ -155,27 +92,18 @@ class StreamTransport:
             self._of_graphs = [memory for each in self._staged if (memory := each()) is not None]
         return self.ended
 
-    def began(self, call: StreamCall, plan: Plan) -> None:
-        """Note the latest call, one of ``plan``."""
-        self._latest = weakref.ref(call)  # which holds the program's memory
-        self._latest_plan = plan
-
     def under_way(self) -> str:
         """The latest call in words, while some of what was launched has not run; empty afterwards.
         Does not wait."""
-        plan = self._latest_plan
+        plan = self.latest_plan
         if plan is None or self._is_in_graph or all(ended.is_done() for ended in self.ended.values()):
             return ""
         return f"{plan.traffic.collective} by plan {plan.name}"
 
-    def announced(self, lane: StreamLane, stream: Stream) -> None:
-        """Note where, and on which stream, the latest call tells lower lanes that it begins."""
-        self._announced = lane, stream
-
     def waited_for(self, call: StreamCall) -> None:
         """The caller has waited for ``call``: in a graph, all that comes later in it comes after
         it, and so after all before the latest call; another graph begins anew."""
-        if self._is_in_graph and self._latest is not None and call is self._latest():
+        if self._is_in_graph and self.latest is not None and call is self.latest():
             self.ended.clear()
 
     def compile(self, plan: Plan, steps: Sequence[Moves]) -> StreamScript:
@@ -184,7 +112,12 @@ class StreamTransport:
         A step in which this rank does nothing is not launched: who would wait for it waits for what
         it would have waited for. Of several steps of one stream the last is waited for.
         """
-        compiled = [self._compiled(step, moves) for step, moves in zip(plan.steps, steps, strict=True)]
+        compiled: list[StreamStep] = []
+        for step, moves in zip(plan.steps, steps, strict=True):
+            line = self._line_of(step) if moves.sends or moves.receives else None
+            if line is None and (moves.sends or moves.receives):
+                raise InternalError(f"step {step.op.value} of chunk {step.chunk} has messages, and no communicator")
+            compiled.append(StreamStep(step.resource, moves, line, may_gather=step.op is Op.ALL_GATHER))
         reached: list[set[int]] = []
         for index, planned in enumerate(plan.steps):
             here = compiled[index]
@@ -198,16 +131,10 @@ class StreamTransport:
         used = {step.resource: step for step in compiled if not step.is_empty}
         for step in used.values():
             step.is_last = True
-        touched = tuple((each, _buffers_on(each, compiled)) for each in Resource if each in used)
+        touched = tuple((each, buffers_on(each, compiled)) for each in Resource if each in used)
         last = len(compiled) - 1
         posted = tuple(index for index, step in enumerate(compiled) if index == last or not step.is_empty)
         return StreamScript(plan, tuple(compiled), touched, posted)
-
-    def _compiled(self, step: Step, moves: Moves) -> StreamStep:
-        line = self._line_of(step) if moves.sends or moves.receives else None
-        if line is None and (moves.sends or moves.receives):
-            raise InternalError(f"step {step.op.value} of chunk {step.chunk} has messages, and no communicator")
-        return StreamStep(step.resource, moves, line, may_gather=step.op is Op.ALL_GATHER)
 
     def start(
         self,
@@ -254,9 +181,9 @@ class StreamTransport:
     def _leave_lanes(self, *, is_broken: bool = False) -> None:
         if self.among is not None:
             self.among.leave()
-        if is_broken and self._announced is not None:
-            among, stream = self._announced
-            self._announced = None
+        if is_broken and self.announced is not None:
+            among, stream = self.announced
+            self.announced = None
             # On a device on which nothing can be launched any more it holds nobody.
             with contextlib.suppress(RuntimeError):
                 among.give_back(stream)
@@ -280,7 +207,7 @@ class StreamCall:
         self._holds: Sequence[float] = () if lane is None else lane.holds(script.plan)
         self._announced_until = -1
         ready, before = transport.device.current.record(), transport.calls_before()
-        transport.began(self, script.plan)
+        transport.latest, transport.latest_plan = weakref.ref(self), script.plan
         for resource, tensors in bound.kept:
             stream = transport.streams[resource]
             stream.wait(ready)
@@ -296,7 +223,7 @@ class StreamCall:
             crosses = any(resource is Resource.INTER for resource, _ in bound.kept)
             stream = transport.streams[bound.kept[0][0]]
             stream.launch(lane.begun(crosses=crosses))
-            transport.announced(lane, stream)
+            transport.announced = lane, stream
 
     @property
     def steps(self) -> Sequence[Moves]:
@@ -372,52 +299,6 @@ class StreamCall:
         for ended in self._last.values():
             current.wait(ended)
         self._transport.waited_for(self)
-
-
-def _tag(message: Message) -> int:
-    return message.tag
-
-
-def _buffers_on(resource: Resource, steps: Sequence[StreamStep]) -> frozenset[Buffer]:
-    """The buffers that the stream of a resource uses; the output always, for a call's last part may
-    run there."""
-    regions: list[Region] = []
-    for moves in (step.moves for step in steps if step.resource is resource):
-        regions += [message.region for message in (*moves.sends, *moves.receives)]
-        regions += [end for copy in moves.copies for end in (copy.source, copy.target)]
-        regions += [end for each in moves.reductions for end in (*each.sources, each.target)]
-        regions += [end for encode in moves.encodes for end in (encode.source, encode.target)]
-        regions += [end for decode in moves.decodes for end in (decode.source, decode.target)]
-    return frozenset([Buffer.OUTPUT, *(region.buffer for region in regions)])
-
-
-def _equal_slices(moves: Moves, size: int) -> tuple[tuple[Region, Region], ...]:
-    """(my slice, the whole) for each contiguous run of equal slices in the order of ranks; empty
-    where there are others.
-
-    All members find the same, for each sees all slices, and sends its own to all others: on nodes
-    of other sizes the rank of the smallest exchanges with all, who exchange with it alone.
-    """
-    by_tag: dict[int, dict[int, Region]] = {}
-    sent: dict[int, list[Region]] = {}
-    for message in moves.sends:
-        sent.setdefault(message.tag, []).append(message.region)
-    own_slices = {tag: regions[0] for tag, regions in sent.items() if regions == regions[:1] * (size - 1)}
-    for message in moves.receives:
-        by_tag.setdefault(message.tag, {})[message.peer] = message.region
-    spans = []
-    for tag, others in by_tag.items():
-        own = own_slices.get(tag)
-        absent = set(range(size)) - others.keys()
-        if own is None or len(absent) != 1:
-            return ()
-        regions = [others.get(peer, own) for peer in range(size)]
-        first = regions[0].start
-        wanted = [Region(own.buffer, first + peer * own.size, first + (peer + 1) * own.size) for peer in range(size)]
-        if regions != wanted:
-            return ()
-        spans.append((own, Region(own.buffer, first, wanted[-1].stop)))
-    return tuple(spans)
 
 
 class StreamTimes:

@@ -19,7 +19,8 @@ from commlayer.scheduler.lanes import LANES, LanePolicy, level_of
 from commlayer.scheduler.plan import Plan, Step, Strategy
 from commlayer.transport.contract import StartedPlan
 from commlayer.transport.stream_lanes import DeviceLanes, StreamLane
-from commlayer.transport.streams import StepMessenger, StreamTransport
+from commlayer.transport.stream_scripts import StepMessenger
+from commlayer.transport.streams import StreamTransport
 from simulated.communicators import SimulatedCommunicator
 from simulated.device_programs import DEVICE_COLLECTIVES, call_of, traffic_of
 from simulated.machine import (

@@ -16,7 +16,8 @@ from commlayer.scheduler.plan import Buffer, Plan, Step
 from commlayer.scheduler.replicated import replicated_moves, staging_bytes
 from commlayer.transport.call_memory import CallMemory, reducer
 from commlayer.transport.contract import Coder, StartedPlan
-from commlayer.transport.streams import StepMessenger, StreamCall, StreamTransport
+from commlayer.transport.stream_scripts import StepMessenger
+from commlayer.transport.streams import StreamCall, StreamTransport
 from commlayer.wire.codecs import Codec
 from simulated.communicators import SimulatedCommunicator
 from simulated.machine import SimulatedDevice, SimulatedMachine, SimulatedProgram, Watcher

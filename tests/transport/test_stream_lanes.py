@@ -35,7 +35,8 @@ from commlayer.scheduler.lanes import LANES, LanePolicy
 from commlayer.scheduler.plan import Strategy
 from commlayer.transport import stream_lanes, streams
 from commlayer.transport.stream_lanes import DeviceLanes, StreamLane
-from commlayer.transport.streams import StepMessenger, StreamTransport
+from commlayer.transport.stream_scripts import StepMessenger
+from commlayer.transport.streams import StreamTransport
 
 SHAPE = (2, 2)
 RANKS = range(4)
