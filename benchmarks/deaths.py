@@ -216,13 +216,14 @@ def _die_while_joining(trial: Trial, moment_of_death: mmap.mmap) -> None:
 
 def _die_while_starting(trial: Trial, moment_of_death: mmap.mmap) -> None:
     """On the victim, once the job is joined."""
-    join = FailureDetector._join
+    join = FailureDetector.__init__
 
-    def begin(detector: FailureDetector, *arguments: Any) -> None:
-        join(detector, *arguments)
-        die_soon(trial, moment_of_death)
+    def begin(detector: FailureDetector, *arguments: Any, **options: Any) -> None:
+        join(detector, *arguments, **options)
+        if detector.links is not None:
+            die_soon(trial, moment_of_death)
 
-    FailureDetector._join = begin  # type: ignore[method-assign, assignment]
+    FailureDetector.__init__ = begin  # type: ignore[method-assign]
 
 
 def _plan_anew_all_the_time() -> None:

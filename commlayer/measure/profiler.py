@@ -43,7 +43,7 @@ from commlayer.scheduler.legs import CodedLeg
 from commlayer.scheduler.plan import Op, Strategy
 from commlayer.scheduler.probes import Probe, probes
 from commlayer.scheduler.wire import Wire
-from commlayer.transport.gloo import ONE_CALL_BYTES, GlooTransport
+from commlayer.transport.gloo import ONE_CALL_BYTES, GlooTransport, is_one_call
 from commlayer.version import __version__
 
 __all__ = [
@@ -263,7 +263,7 @@ def _possible(prober: Prober, sweeps: Sequence[_Sweep]) -> list[_Sweep]:
         if _is_one_call(each.probe):
             # On a device posting a step does not wait for it, so there is nothing to save.
             transport = None if isinstance(harness, DeviceHarness) else prober.grid_runner.transport
-            is_one = isinstance(transport, GlooTransport) and transport.is_one_call(each.probe.plan(1))
+            is_one = isinstance(transport, GlooTransport) and is_one_call(each.probe.plan(1), transport.channels)
             if not is_everywhere(is_one):
                 continue
         possible.append(each)

@@ -3,7 +3,6 @@ caller's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import cast
@@ -22,7 +21,7 @@ from commlayer.profiles.errors import GroupError, UsageError
 from commlayer.profiles.links import Resource
 from commlayer.scheduler.plan import Op
 from commlayer.settings import Settings
-from commlayer.transport.accelerators import MakeInner, registered_accelerators
+from commlayer.transport.accelerators import registered_accelerators
 from commlayer.transport.c10d import is_usable
 from commlayer.transport.contract import Channel, Transport
 from commlayer.transport.gloo import GlooTransport
@@ -48,50 +47,46 @@ def connect(grid: Grid, device: str, board: FailureBoard, store: Store, timeout_
 
     Raises PeerError, CollectiveTimeoutError where a rank does not come.
     """
-    is_ep_inside = grid.link is Resource.INTRA
-    wanted = {Op.ALL_TO_ALL: ("ep", grid.ep_ranks, is_ep_inside), Op.ALL_GATHER: ("tp", grid.tp_ranks, True)}
     timeout = timedelta(seconds=timeout_s)
-    if device != "cpu":
-        lines = {op: (name, ranks) for op, (name, ranks, _) in wanted.items() if len(ranks) > 1}
-        maker = registered_accelerators().get(device)
-        connected = _nccl_line if maker is None else partial(_registered_line, maker, device, board, store)
-        return _on_device(device, lines, board, timeout, connected)
-    channels = {}
-    for op, (name, ranks, is_inside) in wanted.items():
-        if len(ranks) < 2:
-            continue
-        with board.connecting(ranks, name, "messages", timeout_s):
-            group = gloo_of_grid(name, ranks, board, store, timeout, is_inside=is_inside)
-        channels[op] = Channel(name, group, tuple((rank, index) for index, rank in enumerate(ranks)))
-    return GlooTransport(channels, board)
-
-
-def _on_device(
-    device_type: str,
-    wanted: Mapping[Op, tuple[str, tuple[int, ...]]],
-    board: FailureBoard,
-    timeout: timedelta,
-    connected: Callable[[str, tuple[int, ...], timedelta], tuple[Messenger, tuple[int, ...]]],
-) -> Transport:
-    """``connected`` makes a communicator of some ranks, and says which rank in it each of them
-    is."""
+    wanted = [
+        (Op.ALL_TO_ALL, "ep", grid.ep_ranks, grid.link is Resource.INTRA),
+        (Op.ALL_GATHER, "tp", grid.tp_ranks, True),
+    ]
+    wanted = [each for each in wanted if len(each[2]) > 1]
+    if device == "cpu":
+        channels = {}
+        for op, name, ranks, is_inside in wanted:
+            with board.connecting(ranks, name, "messages", timeout_s):
+                group = gloo_of_grid(name, ranks, board, store, timeout, is_inside=is_inside)
+            channels[op] = Channel(name, group, tuple((rank, index) for index, rank in enumerate(ranks)))
+        return GlooTransport(channels, board)
     from commlayer.devices.accelerator import AcceleratorDevice
     from commlayer.transport.stream_scripts import StepMessenger
     from commlayer.transport.streams import StreamTransport
 
     lines = {}
-    for op, (name, ranks) in wanted.items():
-        with board.connecting(ranks, name, "messages", timeout.total_seconds()):
-            lines[op] = StepMessenger(*connected(name, ranks, timeout))
-    index: int = torch.get_device_module(device_type).current_device()
-    device = AcceleratorDevice(torch.device(device_type, index))
-    return StreamTransport(device, lambda step: lines.get(step.op), list(lines.values()))
+    for op, name, ranks, _ in wanted:
+        with board.connecting(ranks, name, "messages", timeout_s):
+            lines[op] = StepMessenger(*_device_line(device, name, ranks, board, store, timeout))
+    index: int = torch.get_device_module(device).current_device()
+    accelerator = AcceleratorDevice(torch.device(device, index))
+    return StreamTransport(accelerator, lambda step: lines.get(step.op), list(lines.values()))
 
 
-def _nccl_line(name: str, ranks: tuple[int, ...], timeout: timedelta) -> tuple[Messenger, tuple[int, ...]]:
-    """A communicator of a registered group, which torch connects as it connects the user's; so
-    ranks must be in equal numbers of groups here. Connected now; the group leaves torch's list when
-    it is closed."""
+def _device_line(
+    device_type: str, name: str, ranks: tuple[int, ...], board: FailureBoard, store: Store, timeout: timedelta
+) -> tuple[Messenger, tuple[int, ...]]:
+    """A communicator of ``ranks``, connected, and which rank in it each of them is.
+
+    NCCL's is that of a registered group, which torch connects as it connects the user's; so ranks
+    must be in equal numbers of groups here. The group leaves torch's list when it is closed.
+    """
+    maker = registered_accelerators().get(device_type)
+    if maker is not None:
+        own = PrefixStore(f"{board.key}/{device_type}/{name}/{'.'.join(map(str, ranks))}", own_client(store))
+        make = partial(maker, own, ranks.index(board.rank), ranks, timeout, f"{name} of a Communicator")
+        registered = bounded(make, board, timeout.total_seconds(), f"connecting group {name}")
+        return InnerMessenger(registered), tuple(range(len(ranks)))
     group: dist.ProcessGroup | None = dist.new_group(
         list(ranks),
         timeout=timeout,
@@ -106,24 +101,6 @@ def _nccl_line(name: str, ranks: tuple[int, ...], timeout: timedelta) -> tuple[M
     connect_now(inner, device)
     messenger = InnerMessenger(inner, partial(dist.destroy_process_group, group))
     return messenger, tuple(dist.get_group_rank(group, rank) for rank in ranks)
-
-
-def _registered_line(
-    maker: MakeInner,
-    device_type: str,
-    board: FailureBoard,
-    store: Store,
-    name: str,
-    ranks: tuple[int, ...],
-    timeout: timedelta,
-) -> tuple[Messenger, tuple[int, ...]]:
-    own = PrefixStore(f"{board.key}/{device_type}/{name}/{'.'.join(map(str, ranks))}", own_client(store))
-
-    def make() -> Nccl:
-        return maker(own, ranks.index(board.rank), ranks, timeout, f"{name} of a Communicator")
-
-    inner = bounded(make, board, timeout.total_seconds(), f"connecting group {name}")
-    return InnerMessenger(inner), tuple(range(len(ranks)))
 
 
 def gloo_of_grid(

@@ -42,7 +42,7 @@ from commlayer.transport.marks import mark_text
 from commlayer.transport.shared_memory.peers import SENT, Receive, Send, Waitable
 from commlayer.transport.shared_memory.shared_messages import Posting, SharedMemoryGroup
 
-__all__ = ["ONE_CALL_BYTES", "GlooCall", "GlooOneCall", "GlooScript", "GlooStep", "GlooTransport"]
+__all__ = ["ONE_CALL_BYTES", "GlooCall", "GlooOneCall", "GlooScript", "GlooStep", "GlooTransport", "is_one_call"]
 
 ONE_CALL_BYTES = 128 << 10
 """Up to this send buffer a flat exchange is one Gloo call. Measured on the emulated cluster: at 64
@@ -114,7 +114,7 @@ class GlooTransport:
         """Part the messages of ``steps``, this rank's moves in each step of ``plan``, by how they
         go."""
         compiled = tuple(self.compile_step(plan, *each) for each in enumerate(steps))
-        return GlooScript(plan, compiled, is_one_call=self.is_one_call(plan))
+        return GlooScript(plan, compiled, is_one_call=is_one_call(plan, self.channels))
 
     def compile_step(self, plan: Plan, index: int, moves: Moves) -> GlooStep:
         """Part the messages of step ``index`` alone."""
@@ -144,53 +144,6 @@ class GlooTransport:
         with torch.inference_mode(False):
             return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
-    def is_one_call(self, plan: Plan) -> bool:
-        """Whether ``plan`` is run as one call of Gloo's own, which is cheaper than its messages.
-        The same on every rank."""
-        if plan.strategy is not Strategy.FLAT or plan.traffic.logical_bytes > ONE_CALL_BYTES:
-            return False
-        channel = self.channels.get(Op.ALL_TO_ALL)
-        return channel is not None and channel.is_in_order
-
-    def explain(self, plan: Plan, index: int, sequence: int, peers: tuple[int, ...], failure: Failure) -> Exception:
-        """The error for a wait of step ``index`` that broke; reports it to the other ranks and
-        wakes them first."""
-        step = plan.steps[index]
-        wait = FailedStep(
-            rank=self.rank,
-            peers=peers,
-            group=self.channels[step.op].name,
-            collective=plan.traffic.collective,
-            plan=plan.name,
-            step=step.op.value,
-            chunk=step.chunk,
-            sequence=sequence,
-        )
-        if isinstance(failure.cause, SizeMismatch):
-            return self._disagreement(wait, failure.cause)
-        return self.board.blame(wait, failure, self.abort)
-
-    def _disagreement(self, wait: FailedStep, mismatch: SizeMismatch) -> DisagreementError:
-        """The error of calls that differ, in sizes or in more. Nobody is dead, and nobody must be
-        blamed: the others are told what was found here."""
-        if isinstance(mismatch, CallMismatch):
-            own, theirs = mark_text(mismatch.expected), mark_text(mismatch.got)
-            peer = wait.peers[0] if wait.peers else mismatch.peer
-            self.abort(f"calls {own}, but rank {peer} calls {theirs}, so it left the group")
-            return DisagreementError(
-                f"rank {wait.rank} calls {own}, but rank {peer} calls {theirs}: ranks must make the "
-                f"same calls, of the same dtype, operation and root; here: {wait}. "
-                "COMMLAYER_DEBUG=detail compares calls before they move a byte. Nothing more can be "
-                "sent here: restart the job"
-            )
-        expected, got = mismatch.expected_bytes, mismatch.got_bytes
-        self.abort(f"expected {expected} bytes from rank {wait.peers[0]} and got {got}, so it left the group")
-        return DisagreementError(
-            f"expected {expected} bytes from rank {wait.peers[0]}, got {got}: ranks must make the same calls, with the same "
-            f"sizes; here: {wait}. COMMLAYER_DEBUG=detail compares calls before they move a byte and names those that "
-            "differ. Nothing more can be sent here: restart the job"
-        )
-
     def abort(self, why: str | None = None) -> None:
         """Break our connections, so that ranks that wait for this one wake up now instead of at
         their timeout.
@@ -218,26 +171,70 @@ class GlooTransport:
         with contextlib.ExitStack() as stack:  # all of it, whatever fails: others wait for this rank in each channel
             stack.callback(self.release)
             for channel in reversed(dict.fromkeys(self.channels.values())):
-                stack.callback(self._leave, channel)
+                stack.callback(_part, channel, self.board)
 
-    def _leave(self, channel: Channel) -> None:
-        try:
-            self._part(channel)
-        finally:
-            if self.board.has_abandoned:
-                keep(channel.group)
 
-    def _part(self, channel: Channel) -> None:
-        """Wait for the others: a peer may still be reading what we sent. Bounded by the group's
-        timeout."""
-        try:
-            wait_for_collective(channel.group.barrier(), self.board)
-        except RuntimeError as error:
-            ranks = [rank for rank, _ in channel.peers]
-            raise ClusterError(
-                f"rank {self.rank}: not all of ranks {ranks} (group {channel.name}) came to close their Communicator: "
-                "every rank of the grid must close it; look at the log of the one that did not"
-            ) from error
+def is_one_call(plan: Plan, channels: Mapping[Op, Channel]) -> bool:
+    """Whether ``plan`` is run as one call of Gloo's own, which is cheaper than its messages.
+    The same on every rank."""
+    if plan.strategy is not Strategy.FLAT or plan.traffic.logical_bytes > ONE_CALL_BYTES:
+        return False
+    channel = channels.get(Op.ALL_TO_ALL)
+    return channel is not None and channel.is_in_order
+
+
+def _part(channel: Channel, board: FailureBoard) -> None:
+    """Wait for the others: a peer may still be reading what we sent. Bounded by the group's
+    timeout."""
+    try:
+        wait_for_collective(channel.group.barrier(), board)
+    except RuntimeError as error:
+        ranks = [rank for rank, _ in channel.peers]
+        raise ClusterError(
+            f"rank {board.rank}: not all of ranks {ranks} (group {channel.name}) came to close their Communicator: "
+            "every rank of the grid must close it; look at the log of the one that did not"
+        ) from error
+    finally:
+        if board.has_abandoned:
+            keep(channel.group)
+
+
+def _explained(
+    transport: GlooTransport, plan: Plan, index: int, sequence: int, peers: tuple[int, ...], failure: Failure
+) -> Exception:
+    """The error for a wait of step ``index`` that broke; the other ranks are told, and woken, first.
+
+    Where calls differ, in sizes or in more, nobody is dead, and nobody must be blamed: the others
+    are told what was found here.
+    """
+    step = plan.steps[index]
+    wait = FailedStep(
+        rank=transport.rank,
+        peers=peers,
+        group=transport.channels[step.op].name,
+        collective=plan.traffic.collective,
+        plan=plan.name,
+        step=step.op.value,
+        chunk=step.chunk,
+        sequence=sequence,
+    )
+    mismatch = failure.cause
+    if not isinstance(mismatch, SizeMismatch):
+        return transport.board.blame(wait, failure, transport.abort)
+    peer = peers[0] if peers else mismatch.peer
+    if isinstance(mismatch, CallMismatch):
+        own, theirs = mark_text(mismatch.expected), mark_text(mismatch.got)
+        left = f"calls {own}, but rank {peer} calls {theirs}"
+        found, alike, found_by = f"rank {wait.rank} {left}", "of the same dtype, operation and root", ""
+    else:
+        found = f"expected {mismatch.expected_bytes} bytes from rank {peer}, got {mismatch.got_bytes}"
+        left = f"expected {mismatch.expected_bytes} bytes from rank {peer} and got {mismatch.got_bytes}"
+        alike, found_by = "with the same sizes", " and names those that differ"
+    transport.abort(f"{left}, so it left the group")
+    return DisagreementError(
+        f"{found}: ranks must make the same calls, {alike}; here: {wait}. COMMLAYER_DEBUG=detail compares calls before "
+        f"they move a byte{found_by}. Nothing more can be sent here: restart the job"
+    )
 
 
 class GlooStep:
@@ -372,25 +369,24 @@ class GlooCall:
                 arrived = buffers[target.buffer].bytes
                 arrived[target.start : target.stop] = buffers[source.buffer].bytes[source.start : source.stop]
             else:
-                self._part(target).copy_(self._part(source))
+                _bytes_of(buffers, target).copy_(_bytes_of(buffers, source))
+        coder = self._coder
         for reduction, coded in step.sums:
             if True in coded:
-                parts = [self._part(source) for source in reduction.sources]
-                self._own_coder.add(self._part(reduction.target), parts, coded)
+                assert coder is not None  # whoever starts a plan with a wire format says how to encode
+                parts = [_bytes_of(buffers, source) for source in reduction.sources]
+                coder.add(_bytes_of(buffers, reduction.target), parts, coded)
             else:
                 assert self._reduce is not None  # whoever starts a plan with sums says how to sum
                 dtype, target = self._reduce.dtype, reduction.target
                 parts = [buffers[each.buffer][each.start, each.stop, dtype] for each in reduction.sources]
                 self._reduce.reduce(buffers[target.buffer][target.start, target.stop, dtype], parts)
-        for encode in moves.encodes:
-            self._own_coder.encode(self._part(encode.source), self._part(encode.target))
-        for decode in moves.decodes:
-            self._own_coder.decode(self._part(decode.source), self._part(decode.target))
-
-    @property
-    def _own_coder(self) -> Coder:
-        assert self._coder is not None  # whoever starts a plan with a wire format says how to encode
-        return self._coder
+        if moves.encodes or moves.decodes:
+            assert coder is not None  # as above
+            for encode in moves.encodes:
+                coder.encode(_bytes_of(buffers, encode.source), _bytes_of(buffers, encode.target))
+            for decode in moves.decodes:
+                coder.decode(_bytes_of(buffers, decode.source), _bytes_of(buffers, decode.target))
 
     def _send(self, index: int, step: GlooStep) -> None:
         transport, buffers, base, sends = self._transport, self._buffers, self._tag, self._sends
@@ -430,9 +426,6 @@ class GlooCall:
                 self._wait_for(work, index, member)
             self._sends.clear()
 
-    def _part(self, region: Region) -> torch.Tensor:
-        return self._buffers[region.buffer][region.start, region.stop, _BYTE]
-
     def _wait_for(self, work: Waitable, index: int, member: int) -> None:
         transport = self._transport
         left_s = max(self._timeout_s - (time.monotonic() - self._started), 0.001)
@@ -465,7 +458,11 @@ class GlooCall:
         peers = self._transport.channels[self._steps[index].op].peers
         ranks = tuple(rank for rank, other in peers if other == member)
         failure = Failure(error, time.monotonic() - self._started, self._timeout_s)
-        return self._transport.explain(self._plan, index, self._sequence, ranks, failure)
+        return _explained(self._transport, self._plan, index, self._sequence, ranks, failure)
+
+
+def _bytes_of(buffers: Buffers, region: Region) -> torch.Tensor:
+    return buffers[region.buffer][region.start, region.stop, _BYTE]
 
 
 def _shared(channel: Channel) -> SharedMemoryGroup | None:
@@ -541,4 +538,4 @@ class GlooOneCall:
         peers = transport.channels[Op.ALL_TO_ALL].peers
         ranks = tuple(rank for rank, _ in peers if rank != transport.rank)
         failure = Failure(error, time.monotonic() - self._started, self._timeout_s)
-        return transport.explain(self._script.plan, 0, self._sequence, ranks, failure)
+        return _explained(transport, self._script.plan, 0, self._sequence, ranks, failure)

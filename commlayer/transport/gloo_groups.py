@@ -40,9 +40,17 @@ def gloo_in_order(store: Store, rank: int, size: int, timeout: timedelta) -> dis
     For groups of which never two collectives are under way, or where the second may wait for the
     first. Interfaces are those that torch chooses.
     """
+    names = _interfaces()
+    with _making:
+        devices = _devices.get(names)
+        if devices is None:
+            devices = [_device("create_device", interface=name) for name in names] or [_device("create_default_device")]
+            for device in devices:  # freeing one joins its thread, which a forked child does not have
+                keep(device)
+            _devices[names] = devices
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
-    options._devices, options._threads, options._timeout = _shared_devices(), 1, timeout
+    options._devices, options._threads, options._timeout = list(devices), 1, timeout
     if hasattr(options, "group_name"):  # torch before 2.8 has no such field
         options.group_name = INNER_NAME
     group: dist.ProcessGroupGloo = gloo(store, rank, size, options)
@@ -57,18 +65,6 @@ def needed_descriptors(size: int) -> int:
 
 def _interfaces() -> tuple[str, ...]:
     return tuple(name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name)
-
-
-def _shared_devices() -> list[Any]:
-    names = _interfaces()
-    with _making:
-        devices = _devices.get(names)
-        if devices is None:
-            devices = [_device("create_device", interface=name) for name in names] or [_device("create_default_device")]
-            for device in devices:  # freeing one joins its thread, which a forked child does not have
-                keep(device)
-            _devices[names] = devices
-        return list(devices)
 
 
 def _device(maker: str, **where: str) -> Any:

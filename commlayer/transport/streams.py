@@ -113,11 +113,13 @@ class StreamTransport:
         it would have waited for. Of several steps of one stream the last is waited for.
         """
         compiled: list[StreamStep] = []
-        for step, moves in zip(plan.steps, steps, strict=True):
-            line = self._line_of(step) if moves.sends or moves.receives else None
+        for planned, moves in zip(plan.steps, steps, strict=True):
+            line = self._line_of(planned) if moves.sends or moves.receives else None
             if line is None and (moves.sends or moves.receives):
-                raise InternalError(f"step {step.op.value} of chunk {step.chunk} has messages, and no communicator")
-            compiled.append(StreamStep(step.resource, moves, line, may_gather=step.op is Op.ALL_GATHER))
+                raise InternalError(
+                    f"step {planned.op.value} of chunk {planned.chunk} has messages, and no communicator"
+                )
+            compiled.append(StreamStep(planned.resource, moves, line, may_gather=planned.op is Op.ALL_GATHER))
         reached: list[set[int]] = []
         for index, planned in enumerate(plan.steps):
             here = compiled[index]

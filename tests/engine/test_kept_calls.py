@@ -13,7 +13,7 @@ from simulated.torch_streams import StreamDelays
 
 from commlayer.engine.kept_calls import KeptCall, KeptCalls
 from commlayer.testing.plugin import ClusterFactory
-from commlayer.transport import bound_steps
+from commlayer.transport import stream_scripts
 
 
 def call_on(*tensors: torch.Tensor) -> KeptCall:
@@ -59,14 +59,14 @@ def again() -> tuple[int, list[float], int]:
     """How many steps of calls were bound, its sums, and what memory a tensor leaves behind that is gone."""
     device = simulated_device(StreamDelays(seed=2, chance=0.5))
     dist.init_process_group("commlayer")
-    step, bound = bound_steps._Binder.step, 0
+    step, bound = stream_scripts._Binder.step, 0
 
     def counted(self: Any, each: Any) -> Any:
         nonlocal bound
         bound += 1
         return step(self, each)
 
-    bound_steps._Binder.step = counted  # type: ignore[method-assign, assignment]
+    stream_scripts._Binder.step = counted  # type: ignore[method-assign, assignment]
     module, x, sums = torch.get_device_module(device), torch.ones(1000, device=device), []
     for _ in range(4):
         dist.all_reduce(x)

@@ -296,20 +296,16 @@ def await_refusal(card: Card) -> None:
 def patch_rank_that_dies_undialled(victim: int) -> None:
     """On each rank: the victim dies once it has said where it listens, and the others dial it later. Each has an address of its
     own, so that no rank has answered where the dead one refuses: it may be a firewall."""
-    rank, say, join = int(os.environ["RANK"]), detectors._Cards.put, FailureDetector._join
+    rank, say = int(os.environ["RANK"]), detectors._Cards.put
 
     def say_and_die(cards: Any) -> None:
         say(cards)
         if rank == victim:
             os.kill(os.getpid(), signal.SIGKILL)
-
-    def join_late(detector: FailureDetector, cards: Any) -> None:
         await_refusal(cards.of(victim))
-        join(detector, cards)
 
     detectors._addresses = lambda store: [f"127.0.0.{2 + rank}"]
     detectors._Cards.put = say_and_die  # type: ignore[method-assign, assignment]
-    FailureDetector._join = join_late  # type: ignore[method-assign, assignment]
 
 
 def test_gloo_keeps_addresses_where_they_are_looked_for() -> None:

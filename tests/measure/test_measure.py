@@ -44,6 +44,7 @@ from commlayer.scheduler.broadcast import Scatter
 from commlayer.scheduler.plan import Plan
 from commlayer.scheduler.probes import MESSAGE, Probe, probes, probes_of_calls, probes_of_grid
 from commlayer.testing.plugin import ClusterFactory
+from commlayer.transport.gloo import is_one_call
 
 UNHURRIED = settings(deadline=None)  # a busy machine is no failure
 
@@ -357,7 +358,7 @@ def moved_by_hand(size: int) -> tuple[list[bool], int, int]:
     with Prober(join(), 20.0) as prober:
         plans = [probe.plan(size) for probe in probes_of_grid(2, 2, Resource.INTER)[:2]]
         transport: Any = prober.grid_runner.transport
-        calls = [transport.is_one_call(plan) for plan in plans]
+        calls = [is_one_call(plan, transport.channels) for plan in plans]
         sound = prober.on_grid(plans[0]).num_wrong()
         prober.grid_runner.launch = lambda *_: lambda: None  # type: ignore[method-assign]
         return calls, sound, prober.on_grid(plans[0]).num_wrong()
