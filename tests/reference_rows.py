@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 
 from commlayer.scheduler.wire import GROUP_SIZE, Scaling, Wire
-from commlayer.wire.codecs.scaled_formats import FORMATS, ScaledFormat, finite_limit
+from commlayer.wire.codecs.scaled_formats import FORMATS, ScaledFormat
 
 __all__ = ["add", "reference_decode", "reference_encode"]
 
@@ -55,7 +55,7 @@ def _decode(encoded: torch.Tensor, rows: int, wire: Wire, dtype: torch.dtype) ->
     codes = encoded[4 * num_scales :].view(rows, wire.row_elements)
     decoded = torch.zeros(codes.shape)
     for scale, group in zip(scales, _groups(wire, rows), strict=True):
-        decoded[group] = _decode_group(codes[group], scale, FORMATS[wire.format], finite_limit(dtype))
+        decoded[group] = _decode_group(codes[group], scale, FORMATS[wire.format], torch.finfo(dtype).max)
     return decoded
 
 

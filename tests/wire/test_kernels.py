@@ -248,21 +248,21 @@ def assert_exact(assembled: str) -> None:
 
 
 def compile_encoding() -> None:
-    from commlayer.wire.kernels import encode
+    from commlayer.wire.kernels import row_programs
 
     for kind, dtype, power_of_two in ((4, "*bf16", False), (5, "*fp32", True)):
         options = {"kind": kind, "power_of_two": power_of_two, "has_index": power_of_two}
         capability = 90 if power_of_two else 80
-        assert_exact(assembly(encode.encode_tokens, capability, {"rows": dtype}, tile=1024, **options))
+        assert_exact(assembly(row_programs.encode_tokens, capability, {"rows": dtype}, tile=1024, **options))
         for by_channel in (False, True):
             more = {"by_channel": by_channel, "tile": 32 if by_channel else 8, **options}
-            assert_exact(assembly(encode.encode_tiles, capability, {"rows": dtype}, **more))
-    assembly(encode.encode_tiles, 80, {"rows": "*fp16"}, width=1, **more)  # as Triton specialises it
-    assert_exact(assembly(encode.encode_bf16, 80, {"rows": "*fp32", "payload": "*i16"}, tile=1024))
+            assert_exact(assembly(row_programs.encode_tiles, capability, {"rows": dtype}, **more))
+    assembly(row_programs.encode_tiles, 80, {"rows": "*fp16"}, width=1, **more)  # as Triton specialises it
+    assert_exact(assembly(row_programs.encode_bf16, 80, {"rows": "*fp32", "payload": "*i16"}, tile=1024))
 
 
 def compile_decoding() -> None:
-    from commlayer.wire.kernels import decode
+    from commlayer.wire.kernels import row_programs
 
     for (kind, dtype), scaling in itertools.product(((4, "*bf16"), (5, "*fp32"), (8, "*fp32")), (0, 1, 2)):
         if kind == 8 and scaling:
@@ -270,11 +270,13 @@ def compile_decoding() -> None:
         types = {"out": dtype, "into": dtype} | ({"payload": "*i16", "scales": "*u8"} if kind == 8 else {})
         options = {"kind": kind, "scaling": scaling, "tile": 1024}
         capability, has_map = (80, False) if scaling == 0 else (90, True)
-        assert_exact(assembly(decode.decode_rows, capability, types, has_index=has_map, **options))
-        assert_exact(assembly(decode.add_rows, capability, types, has_index=has_map, has_weights=has_map, **options))
+        assert_exact(assembly(row_programs.decode_rows, capability, types, has_index=has_map, **options))
+        assert_exact(
+            assembly(row_programs.add_rows, capability, types, has_index=has_map, has_weights=has_map, **options)
+        )
     types = {"payload": "*i16", "scales": "*u8", "into": "*fp32"}
     options = {"has_index": True, "has_weights": True, "kind": 8, "scaling": 0, "tile": 1024}
-    assert_exact(assembly(decode.add_rows, 80, types, **options))
+    assert_exact(assembly(row_programs.add_rows, 80, types, **options))
 
 
 def compile_holding() -> None:

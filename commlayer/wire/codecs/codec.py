@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
-from commlayer.profiles.errors import TensorError
-from commlayer.scheduler.wire import Wire
-from commlayer.wire.codecs.arguments import (
-    check_codec,
-    check_index,
-    check_message,
-    check_rows,
-    check_weights,
-    non_finite_error,
-)
+from commlayer.profiles.errors import TensorError, UsageError
+from commlayer.scheduler.wire import Wire, WireFormat
 from commlayer.wire.codecs.cpu_rows import HostRows
-from commlayer.wire.codecs.encoded_rows import DeviceRowPath, EncodedRows, RowPath, row_path_of
+from commlayer.wire.codecs.encoded_rows import DeviceRowPath, EncodedRows, RowPath, non_finite_error, row_path_of
 from commlayer.wire.codecs.scratch import TILE_ELEMENTS
 
-if TYPE_CHECKING:
-    from commlayer.wire.kernels.rows import RowKernels
-
 __all__ = ["Codec"]
+
+_SCALED_FROM = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Codec:
@@ -43,7 +33,15 @@ class Codec:
     """
 
     def __init__(self, wire: Wire, dtype: torch.dtype, non_finite: str = "raise") -> None:
-        check_codec(wire, dtype, non_finite)
+        if wire.format is WireFormat.NATIVE:
+            raise UsageError("a native wire carries the tensor's own bytes: there is nothing to encode")
+        if non_finite not in ("raise", "pass"):
+            raise UsageError(f"non_finite must be raise or pass, got {non_finite!r}")
+        if wire.format is WireFormat.BF16 and dtype in (torch.bfloat16, torch.float16):
+            raise TensorError(f"{dtype} is already as small as BF16: send it native")
+        if dtype not in (_SCALED_FROM if wire.format.is_scaled else (torch.float32,)):
+            takes = "float32, bfloat16 and float16" if wire.format.is_scaled else "float32"
+            raise TensorError(f"{wire.format} encodes {takes}, got {dtype}: send it native")
         self.wire = wire
         self.dtype = dtype
         self.non_finite = non_finite
@@ -66,7 +64,7 @@ class Codec:
         width, size, device or index, UsageError for CUDA tensors without Triton.
         """
         rows = rows.detach()
-        check_rows(rows, self.wire, self.dtype, contiguous=False)
+        _check_rows(rows, self.wire, self.dtype, contiguous=False)
         if not self._accept(out, rows, index):
             return
         encoded = EncodedRows(out, self.wire, self.dtype, index)
@@ -87,7 +85,7 @@ class Codec:
         UsageError for CUDA tensors without Triton.
         """
         out = out.detach()
-        check_rows(out, self.wire, self.dtype, contiguous=True)
+        _check_rows(out, self.wire, self.dtype, contiguous=True)
         if self._accept(encoded, out, index):
             _path(out).decode(EncodedRows(encoded, self.wire, self.dtype, index), out)
 
@@ -109,11 +107,16 @@ class Codec:
         """
         into = into.detach()
         weights = None if weights is None else weights.detach()
-        check_rows(into, self.wire, torch.float32, self.dtype, contiguous=True)
+        _check_rows(into, self.wire, torch.float32, self.dtype, contiguous=True)
         if weights is not None:
             if into.dim() != 2:
                 raise TensorError(f"weights are of rows [n, W], got shape {list(into.shape)}")
-            check_weights(weights, into.shape[0] if index is None else index.shape[0])
+            count = into.shape[0] if index is None else index.shape[0]
+            if weights.dtype is not torch.float32 or list(weights.shape) != [count] or not weights.is_contiguous():
+                raise TensorError(
+                    f"expected weights float32 [{count}], contiguous, one for each row, got {weights.dtype} "
+                    f"{list(weights.shape)}"
+                )
         if self._accept(encoded, into, index):
             _path(into).add(EncodedRows(encoded, self.wire, self.dtype, index), into, weights)
 
@@ -124,7 +127,7 @@ class Codec:
         It allocates, and on a GPU the host waits for it: for a sample of the calls. Raises as :meth:`encode` does.
         """
         rows = rows.detach()
-        check_rows(rows, self.wire, self.dtype, contiguous=False)
+        _check_rows(rows, self.wire, self.dtype, contiguous=False)
         rows = rows.contiguous()
         size = self.wire_bytes(rows.shape[0]) if self._is_scaled else 2 * rows.numel()
         encoded = torch.empty(size, dtype=torch.uint8, device=rows.device)
@@ -144,13 +147,13 @@ class Codec:
     def _accept(self, message: torch.Tensor, rows: torch.Tensor, index: torch.Tensor | None) -> bool:
         """Whether there is anything to do; TensorError where message, rows and index do not fit together."""
         if index is not None:
-            check_index(index, rows)
+            _check_index(index, rows)
         if self._is_scaled:
             expected = self.wire_bytes(rows.shape[0] if index is None else index.shape[0])
-            check_message(message, rows, expected, 4)
+            _check_message(message, rows, expected, 4)
         else:
             expected = 2 * (rows.numel() if index is None else index.shape[0] * rows.shape[1])
-            check_message(message, rows, expected, 2)
+            _check_message(message, rows, expected, 2)
         return expected > 0
 
 
@@ -188,14 +191,56 @@ class RowCoder:
         return data.view(self.codec.dtype).view(-1, self.width)
 
 
-def _kernels() -> type[RowKernels]:
-    from commlayer.wire.kernels import row_kernels
+def _check_rows(rows: torch.Tensor, wire: Wire, *dtypes: torch.dtype, contiguous: bool) -> None:
+    """Raise TensorError for rows that are not of ``dtypes``, not [r, W] where there are scales, or not contiguous."""
+    if rows.dtype not in dtypes:
+        raise TensorError(f"expected rows of {' or '.join(map(str, dict.fromkeys(dtypes)))}, got {rows.dtype}")
+    if wire.format is not WireFormat.BF16 and (rows.dim() != 2 or rows.shape[1] != wire.row_elements):
+        raise TensorError(f"expected rows [r, {wire.row_elements}], got shape {list(rows.shape)}")
+    if contiguous and not rows.is_contiguous():
+        raise TensorError(f"rows are written in place and must be contiguous, got strides {list(rows.stride())}")
 
-    return row_kernels()
+
+def _check_index(index: torch.Tensor, rows: torch.Tensor) -> None:
+    """Raise TensorError for what is no map to ``rows``. On a GPU nothing waits: there a wrong entry is a device assertion."""
+    if rows.dim() != 2 or index.dim() != 1 or index.dtype is not torch.int64 or index.device != rows.device:
+        raise TensorError(
+            f"an index is int64 [n], of rows [r, W] on the same device; got {index.dtype} {list(index.shape)} on "
+            f"{index.device} of {list(rows.shape)} on {rows.device}"
+        )
+    if index.numel() == 0:
+        return
+    lowest, highest = torch.aminmax(index)
+    if index.is_cuda:
+        torch._assert_async((lowest >= 0) & (highest < rows.shape[0]), "commlayer: an index of rows is out of range")
+    elif int(lowest) < 0 or int(highest) >= rows.shape[0]:
+        raise TensorError(
+            f"an index of {rows.shape[0]} rows goes from 0 to {rows.shape[0] - 1}, got {int(lowest)} to {int(highest)}"
+        )
+
+
+def _check_message(message: torch.Tensor, rows: torch.Tensor, expected: int, multiple: int) -> None:
+    """Raise TensorError unless ``message`` is ``expected`` bytes on the device of ``rows``, beginning at ``multiple``."""
+    if message.dtype is not torch.uint8 or message.dim() != 1 or message.shape[0] != expected:
+        raise TensorError(
+            f"expected an encoded message of {expected} bytes (uint8, 1-D), got {message.dtype} {list(message.shape)}"
+        )
+    if message.storage_offset() % multiple or not message.is_contiguous():
+        raise TensorError(
+            f"an encoded message is contiguous and begins at a multiple of {multiple} bytes of its buffer, got an offset of "
+            f"{message.storage_offset()} and a stride of {message.stride(0)}"
+        )
+    if message.device != rows.device:
+        raise TensorError(f"rows and message must be on one device, got {rows.device} and {message.device}")
 
 
 def _device_path(rows: torch.Tensor) -> type[DeviceRowPath]:
-    return row_path_of(rows.device.type) or _kernels()
+    path = row_path_of(rows.device.type)
+    if path is not None:
+        return path
+    from commlayer.wire.kernels import row_kernels
+
+    return row_kernels()
 
 
 def _path(rows: torch.Tensor) -> type[RowPath]:

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from commlayer.scheduler.wire import WireFormat
-from commlayer.wire.codecs.arguments import non_finite_error
-from commlayer.wire.codecs.encoded_rows import EncodedRows
+from commlayer.wire.codecs.encoded_rows import EncodedRows, non_finite_error
 from commlayer.wire.codecs.scaled_formats import grid_shape
 from commlayer.wire.codecs.scratch import TILE_ELEMENTS, pieces, scratch
 from commlayer.wire.codecs.tiles import decode_tiles, find_scales, tile_rows, write_payload
@@ -32,7 +31,15 @@ class HostRows:
         """Write the message of ``rows`` [r, W], or of those at the places; what is not finite too where it ``passes``."""
         message, wire, _, index = encoded
         if wire.format is WireFormat.BF16:
-            _encode_bf16(rows, message.view(torch.bfloat16), index)
+            target = message.view(torch.bfloat16)
+            if index is None:
+                target.view(rows.shape).copy_(rows)
+                return
+            width = rows.shape[1]
+            height = max(1, TILE_ELEMENTS // max(1, width))
+            for part, places in zip(pieces(target.view(-1, width), height), pieces(index, height), strict=True):
+                gathered = scratch("gathered", (places.shape[0], width), rows.dtype)
+                part.copy_(torch.index_select(rows, 0, places, out=gathered))
             return
         scales, has_marks = find_scales(rows, wire, index)
         if has_marks and not passes:
@@ -62,7 +69,10 @@ class HostRows:
     def add(encoded: EncodedRows, into: torch.Tensor, weights: torch.Tensor | None) -> None:
         index = encoded.places
         if encoded.wire.format is WireFormat.BF16 and weights is None and index is None:
-            _add_bf16(encoded.message.view(torch.bfloat16), into.view(-1))
+            # Sums of gradients: no more than one call where the piece is small.
+            targets = pieces(into.view(-1), _SUM_ELEMENTS)
+            for target, part in zip(targets, pieces(encoded.message.view(torch.bfloat16), _SUM_ELEMENTS), strict=True):
+                torch.add(target, part, out=target)
         elif index is None:
             _add(encoded, into, weights)
         elif into.dtype is torch.float32:
@@ -72,15 +82,6 @@ class HostRows:
             total = into[touched].float()
             _add_to(encoded, total, weights, places)
             into[touched] = total.to(into.dtype)
-
-
-def _add_bf16(halves: torch.Tensor, into: torch.Tensor) -> None:
-    """Both 1-D. Sums of gradients: no more than one call where the piece is small."""
-    if halves.shape[0] <= _SUM_ELEMENTS:
-        torch.add(into, halves, out=into)
-        return
-    for target, part in zip(into.split(_SUM_ELEMENTS), halves.split(_SUM_ELEMENTS), strict=True):
-        torch.add(target, part, out=target)
 
 
 def _add(encoded: EncodedRows, into: torch.Tensor, weights: torch.Tensor | None) -> None:
@@ -119,13 +120,3 @@ def _tiles(encoded: EncodedRows, rows: int) -> tuple[int, Iterator[torch.Tensor]
     halves = message.view(torch.bfloat16).view(rows, -1)
     height = max(1, TILE_ELEMENTS // max(1, halves.shape[1]))
     return height, (scratch("wide", tuple(part.shape), torch.float32).copy_(part) for part in pieces(halves, height))
-
-
-def _encode_bf16(rows: torch.Tensor, target: torch.Tensor, index: torch.Tensor | None) -> None:
-    if index is None:
-        target.view(rows.shape).copy_(rows)
-        return
-    height, width = max(1, TILE_ELEMENTS // max(1, rows.shape[1])), rows.shape[1]
-    for part, places in zip(pieces(target.view(-1, width), height), pieces(index, height), strict=True):
-        gathered = scratch("gathered", (places.shape[0], width), rows.dtype)
-        part.copy_(torch.index_select(rows, 0, places, out=gathered))

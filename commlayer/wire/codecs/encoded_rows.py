@@ -6,9 +6,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from commlayer.profiles.errors import NonFiniteError
 from commlayer.scheduler.wire import Wire
 
-__all__ = ["DeviceRowPath", "EncodedRows", "RowPath", "register_row_path", "row_path_of"]
+__all__ = ["DeviceRowPath", "EncodedRows", "RowPath", "non_finite_error", "register_row_path", "row_path_of"]
 
 
 class EncodedRows(NamedTuple):
@@ -31,6 +32,16 @@ class EncodedRows(NamedTuple):
         """Views of the scales (FP32) and the payload (uint8) of ``count`` rows, both 1-D."""
         end = 4 * self.wire.num_scales(count)
         return self.message[:end].view(torch.float32), self.message[end:]
+
+
+def non_finite_error(rows: torch.Tensor, wire: Wire) -> NonFiniteError:
+    """Make the error for ``rows`` [r, W] that have NaN or infinity: how many, and the first row."""
+    is_bad = ~rows.isfinite()
+    first = int(is_bad.any(1).nonzero()[0])
+    return NonFiniteError(
+        f"{int(is_bad.sum())} of {rows.numel()} elements to be sent as {wire.format} are NaN or infinity, the first in row "
+        f"{first}: find where they come from, or allow them with non_finite='pass'"
+    )
 
 
 class RowPath(Protocol):

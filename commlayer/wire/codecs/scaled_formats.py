@@ -35,13 +35,12 @@ from commlayer.scheduler.wire import GROUP_SIZE, Scaling, Wire, WireFormat
 
 __all__ = [
     "FORMATS",
+    "INFINITY_BITS",
+    "INTEGERS",
     "ScaledFormat",
     "code_magnitudes",
     "codes_of",
-    "finite_limit",
     "grid_shape",
-    "infinity_bits",
-    "integer_of",
     "make_scales",
 ]
 
@@ -69,18 +68,10 @@ FORMATS = {
     WireFormat.FP8_E4M3: ScaledFormat(torch.float8_e4m3fn, 448.0, 416.0, 0x7E),
     WireFormat.FP8_E5M2: ScaledFormat(torch.float8_e5m2, 57344.0, 57344.0, 0x7C),
 }
-_INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
-_INFINITY_BITS = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
-
-
-def integer_of(dtype: torch.dtype) -> torch.dtype:
-    """The signed integer dtype as wide as ``dtype``: magnitudes compare alike in both, once the sign bit is off."""
-    return _INTEGERS[dtype]
-
-
-def infinity_bits(dtype: torch.dtype) -> int:
-    """The bits of +infinity; the magnitude of every NaN is above them, of every finite number below."""
-    return _INFINITY_BITS[dtype]
+INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+"""The signed integer dtype as wide as each: magnitudes compare alike in both, once the sign bit is off."""
+INFINITY_BITS = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
+"""The bits of +infinity; the magnitude of every NaN is above them, of every finite number below."""
 
 
 def codes_of(magnitudes: torch.Tensor, is_negative: torch.Tensor, kind: ScaledFormat) -> torch.Tensor:
@@ -94,11 +85,6 @@ def codes_of(magnitudes: torch.Tensor, is_negative: torch.Tensor, kind: ScaledFo
 def code_magnitudes(codes: torch.Tensor, kind: ScaledFormat) -> torch.Tensor:
     """The magnitudes of these codes (uint8), as integers of more bits."""
     return codes.view(torch.int8).to(torch.int16).abs() if kind.is_integer else (codes & 0x7F).to(torch.int16)
-
-
-def finite_limit(dtype: torch.dtype) -> float:
-    """The largest finite value of ``dtype``."""
-    return torch.finfo(dtype).max
 
 
 def grid_shape(wire: Wire, rows: int) -> tuple[int, int]:

@@ -19,12 +19,11 @@ import torch
 from commlayer.scheduler.wire import GROUP_SIZE, Scaling, Wire, WireFormat
 from commlayer.wire.codecs.scaled_formats import (
     FORMATS,
+    INFINITY_BITS,
+    INTEGERS,
     code_magnitudes,
     codes_of,
-    finite_limit,
     grid_shape,
-    infinity_bits,
-    integer_of,
     make_scales,
 )
 from commlayer.wire.codecs.scratch import TILE_ELEMENTS, constant, pieces, scratch
@@ -42,7 +41,7 @@ def tile_rows(wire: Wire, rows: int) -> int:
 
 def find_scales(rows: torch.Tensor, wire: Wire, index: torch.Tensor | None) -> tuple[torch.Tensor, bool]:
     """The scales (FP32, as :func:`grid_shape` lays them out) and whether any group is marked."""
-    dtype, infinity = rows.dtype, infinity_bits(rows.dtype)
+    dtype, infinity = rows.dtype, INFINITY_BITS[rows.dtype]
     bits = _largest_bits(rows, wire, index, math.inf)
     if int(bits.amax()) < infinity:
         return make_scales(bits.view(dtype).float(), wire), False
@@ -53,7 +52,7 @@ def find_scales(rows: torch.Tensor, wire: Wire, index: torch.Tensor | None) -> t
 def _largest_bits(rows: torch.Tensor, wire: Wire, index: torch.Tensor | None, limit: float) -> torch.Tensor:
     """Find in every group the largest magnitude below ``limit``, as its bits; in the layout of the scales."""
     count = len(rows if index is None else index)
-    height, integer = tile_rows(wire, count), integer_of(rows.dtype)
+    height, integer = tile_rows(wire, count), INTEGERS[rows.dtype]
     mask = 0x7FFF if integer is torch.int16 else 0x7FFFFFFF
     largest = torch.zeros(grid_shape(wire, count), dtype=integer)
     parts = _grid_parts(largest, wire, height, count)
@@ -100,7 +99,7 @@ def decode_tiles(codes: torch.Tensor, scales: torch.Tensor, wire: Wire, dtype: t
 
     ``codes`` [r, W] (uint8); ``dtype`` sets the largest finite value.
     """
-    count, limit = len(codes), finite_limit(dtype)
+    count, limit = len(codes), torch.finfo(dtype).max
     height = tile_rows(wire, count)
     shift = 256.0 if wire.format is WireFormat.FP8_E4M3 else 1.0
     lowest, highest = (float(end) for end in torch.aminmax(scales))

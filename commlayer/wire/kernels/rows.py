@@ -7,9 +7,7 @@ import triton
 
 from commlayer.scheduler.wire import GROUP_SIZE, Scaling, Wire, WireFormat
 from commlayer.wire.codecs.encoded_rows import EncodedRows
-from commlayer.wire.codecs.scaled_formats import finite_limit
-from commlayer.wire.kernels.decode import add_rows, decode_rows
-from commlayer.wire.kernels.encode import encode_bf16, encode_tiles, encode_tokens
+from commlayer.wire.kernels.row_programs import add_rows, decode_rows, encode_bf16, encode_tiles, encode_tokens
 
 __all__ = ["RowKernels"]
 
@@ -60,7 +58,7 @@ class RowKernels:
             payload if index is None else index,
             out,
             width,
-            finite_limit(encoded.dtype),
+            torch.finfo(encoded.dtype).max,
             has_index=index is not None,
             **_decoding(encoded.wire),
         )
@@ -80,7 +78,7 @@ class RowKernels:
             payload if weights is None else weights,
             into,
             width,
-            finite_limit(encoded.dtype),
+            torch.finfo(encoded.dtype).max,
             has_index=index is not None,
             has_weights=weights is not None,
             **_decoding(encoded.wire),
