@@ -223,7 +223,7 @@ def _die_while_starting(trial: Trial, moment_of_death: mmap.mmap) -> None:
         if detector.links is not None:
             die_soon(trial, moment_of_death)
 
-    FailureDetector.__init__ = begin  # type: ignore[method-assign]
+    FailureDetector.__init__ = begin  # type: ignore[method-assign, assignment]
 
 
 def _plan_anew_all_the_time() -> None:

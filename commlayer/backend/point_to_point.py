@@ -22,6 +22,7 @@ from commlayer.calls.counters import GroupCounters
 from commlayer.calls.ring import ANY, Call
 from commlayer.device_time import await_device
 from commlayer.engine.progress import OwnWork
+from commlayer.failures.board import inquire
 from commlayer.failures.waits import NO_TIMEOUT, is_timeout
 from commlayer.profiles.errors import CollectiveTimeoutError, PeerError, TensorError
 from commlayer.transport.call_memory import require_dense
@@ -179,7 +180,7 @@ class Messages:
         who, text = self._members.who, str(error)
         if is_timeout(error) or "timeout" in text.lower():
             board = self._inner.planned.board
-            board.inquire()
+            inquire(board)
             diagnosis = board.diagnosed()
             return CollectiveTimeoutError(
                 f"{who}: {what}: did not happen in time: did the other side make its call, with this tag? Gloo's own "

@@ -40,6 +40,7 @@ __all__ = [
     "FailedWait",
     "Failure",
     "FailureBoard",
+    "inquire",
     "own_client",
     "why_left",
 ]
@@ -256,7 +257,7 @@ class FailureBoard:
         this rank waited, and then woken by ``wake``, which closes its connections: others must find
         the report when they wake up."""
         if failure.is_timeout:
-            self.inquire()
+            inquire(self)
         first = self.judge.first
         is_woken = self.is_broken and not failure.is_timeout
         what = first.what if is_woken and first is not None and not first.is_leaving else failure.what
@@ -268,15 +269,6 @@ class FailureBoard:
         self._break()
         wake()
         return self.explain(wait, failure)
-
-    def inquire(self) -> None:
-        """Call :attr:`on_timeout`. Raises nothing: the wait's own error is to be told, whatever
-        becomes of the inquiry."""
-        try:
-            self.on_timeout()
-        except Exception as error:  # noqa: BLE001
-            why = f"{type(error).__name__}: {error}"
-            say(f"rank {self.rank} could not ask who waits for whom: {why}")
 
     def leave(self, why: str, *, is_consequence: bool = False) -> None:
         """Tell that this rank leaves the group on its own account, and why; ``is_consequence``: of
@@ -307,6 +299,15 @@ class FailureBoard:
         """Whether a member has left the job, in good order or not: no connection with it can be
         made any more."""
         return self.is_broken or any(rank in self.ranks for rank in list(self._knowledge.left))
+
+
+def inquire(board: FailureBoard) -> None:
+    """Call the ``on_timeout`` of a board. Raises nothing: the wait's own error is to be told,
+    whatever becomes of the inquiry."""
+    try:
+        board.on_timeout()
+    except Exception as error:  # noqa: BLE001
+        say(f"rank {board.rank} could not ask who waits for whom: {type(error).__name__}: {error}")
 
 
 class Judge:

@@ -348,7 +348,7 @@ class GlooCall:
             try:
                 if transport.board.is_broken:
                     raise woken()
-                shared.wait_all(near, max(self._timeout_s - (time.monotonic() - self._started), 0.001))
+                shared.wait_for(near, max(self._timeout_s - (time.monotonic() - self._started), 0.001))
             except RuntimeError as error:
                 raise self._explained(earlier, near.blamed, error) from error
         if far:
@@ -441,7 +441,7 @@ class GlooCall:
         except RuntimeError as error:
             shared = transport.shared[self._steps[index].op]
             if shared is not None and work.__class__ is not Send:
-                shared.failed_beneath(error, left_s)
+                shared.failed(error, left_s)
             raise self._explained(index, member, error) from error
         finally:
             transport.waited_for.discard(work)

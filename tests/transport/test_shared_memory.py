@@ -132,7 +132,7 @@ def test_messages_arrive_as_sent(emulated_cluster: ClusterFactory, world: int) -
             exchange(group, world, 9, (8 << 20, 3, (8 << 20) + 1, 12 << 20))
         dist.barrier()
         group.serve()  # what others said of our last messages
-        assert group.unread_bytes <= AHEAD_BYTES // 2  # what may be left unsaid
+        assert group.slab.unread_bytes <= AHEAD_BYTES // 2  # what may be left unsaid
         return group.shares
 
     assert emulated_cluster(nodes=1, ranks_per_node=world).run(job) == [(True,)] * world
@@ -208,9 +208,9 @@ def test_a_tensor_for_many_is_copied_once_and_may_change_after_the_wait(emulated
         for k in range(rounds):
             x.copy_(pattern(size, k, me))
             got = {peer: torch.empty(size, dtype=torch.uint8) for peer in range(world) if peer != me}
-            before = group.unread_bytes
+            before = group.slab.unread_bytes
             sends = [group.send([x], peer, k) for peer in got]
-            used = max(used, group.unread_bytes - before)
+            used = max(used, group.slab.unread_bytes - before)
             for work in sends:
                 work.wait(WAIT)
             x.fill_(0)
@@ -229,11 +229,11 @@ def test_the_slab_is_used_again(emulated_cluster: ClusterFactory) -> None:
         group = start([range(4)])
         for seed in range(3):
             exchange(group, 4, seed, (300_000, 200_001, 70_000))
-        before = group._slab.high_water
+        before = group.slab.high_water
         for seed in range(3, 30):
             exchange(group, 4, seed, (70_000, 300_000, 200_001))
             dist.barrier()
-        return before, group._slab.high_water
+        return before, group.slab.high_water
 
     for before, after in emulated_cluster(nodes=1, ranks_per_node=4).run(job):
         assert before <= after < AHEAD_BYTES  # of 46 MB that were sent
@@ -250,7 +250,7 @@ def test_a_sender_is_not_far_ahead_of_its_receiver(emulated_cluster: ClusterFact
             for k in range(count):
                 x.fill_(k)
                 group.send([x], 1, k).wait(WAIT)
-                most = max(most, group.unread_bytes)
+                most = max(most, group.slab.unread_bytes)
                 if most > AHEAD_BYTES - size:
                     tell("it has sent all that it may")
         else:
@@ -535,7 +535,7 @@ def test_plans_give_what_gloo_gives(emulated_cluster: ClusterFactory, nodes: tup
             if name == "flat_direct":
                 assert shared is not None
             if shared is not None and shared._peers:  # else no plan was for these nodes, or this rank is alone
-                assert shared._slab.high_water > 0  # it was not Gloo
+                assert shared.slab.high_water > 0  # it was not Gloo
 
     emulated_cluster(nodes=1, ranks_per_node=4).run(job)
 
@@ -663,7 +663,7 @@ def test_no_room_left_is_an_error_of_that_message(emulated_cluster: ClusterFacto
         def refuse(*_: Any) -> Any:
             raise OSError("no room, says the test")
 
-        group._slab.place = refuse  # type: ignore[method-assign, assignment]  # a fault
+        group.slab.place = refuse  # type: ignore[method-assign, assignment]  # a fault
         return raised(lambda: group.send([torch.zeros(1 << 20, dtype=torch.uint8)], 1 - dist.get_rank(), 1))
 
     for text in emulated_cluster(nodes=1, ranks_per_node=2).run(job):

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from commlayer.transport.call_memory import CallMemory
-from commlayer.transport.shared_memory.slabs import Block
+from commlayer.transport.shared_memory.slabs import Block, Slab
 
 __all__ = [
     "AHEAD_BYTES",
@@ -184,14 +184,11 @@ class Server(Protocol):
     timeout_s: float
 
     @property
-    def unread_bytes(self) -> int:
-        """Bytes that this rank has sent through its slab and some receiver has not read yet."""
+    def slab(self) -> Slab:
+        """The slab that this rank writes."""
 
-    def wait_all(self, receive: Receive, timeout_s: float) -> None:
-        """Return when all messages of ``receive`` have come. Raises as Waitable.wait does."""
-
-    def wait_for(self, work: Send, timeout: timedelta | None) -> None:
-        """Return when ``work`` is completed. Raises as Waitable.wait does."""
+    def wait_for(self, awaited: Send | Receive, timeout_s: float) -> None:
+        """Return when ``awaited`` is completed. Raises as Waitable.wait does."""
 
     def wait_other(self, work: dist.Work, timeout: timedelta | None) -> bool:
         """Wait for a message of the group beneath. Raises as Waitable.wait does."""
@@ -203,6 +200,7 @@ class Receive:
     ``mark``: of their call, which those that come have alike."""
 
     __slots__ = ("_blamed", "_group", "error", "first", "mark", "missing")
+    verb = "recv"
 
     def __init__(self, group: Server, mark: int = 0) -> None:
         self._group, self.mark = group, mark
@@ -224,11 +222,16 @@ class Receive:
         assert peer is not None  # a wait is for one message at least
         return peer.rank
 
+    @property
+    def peer(self) -> Peer:
+        """The next rank from whom one is missing."""
+        return self.missing[0]
+
     def is_completed(self) -> bool:
-        return not self.missing
+        return not self.missing or self.error is not None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self._group.wait_all(self, timeout.total_seconds() if timeout else self._group.timeout_s)
+        self._group.wait_for(self, timeout.total_seconds() if timeout else self._group.timeout_s)
         return True
 
 
@@ -236,6 +239,7 @@ class Send:
     """A message under way. ``block`` None: it is in the line, as a whole."""
 
     __slots__ = ("_block", "_end", "_group", "peer")
+    verb, error = "send", None
 
     def __init__(self, group: Server, peer: Peer, block: Block | None) -> None:
         self._group, self.peer, self._block = group, peer, block
@@ -246,10 +250,10 @@ class Send:
             return True
         if self.peer.flushed < self._end:
             return False
-        return self._block is None or self._group.unread_bytes <= AHEAD_BYTES
+        return self._block is None or self._group.slab.unread_bytes <= AHEAD_BYTES
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self._group.wait_for(self, timeout)
+        self._group.wait_for(self, timeout.total_seconds() if timeout else self._group.timeout_s)
         return True
 
 

@@ -42,7 +42,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -125,6 +125,8 @@ class SharedMemoryGroup:
         self._num_waiting = 0  # for the thread that polls
         self._is_closed = False
         self._peers: dict[int, Peer] = {}
+        self.neighbours: Collection[int] = self._peers.keys()
+        """The members that share memory with this rank."""
         self._matched: deque[tuple[Peer, Expected, Arrival]] = deque()
         here = next(node for node in nodes if rank in node)
         what = f"member {rank} of the group, memory shared by {len(here)} ranks of a node"
@@ -140,23 +142,13 @@ class SharedMemoryGroup:
             raise ClusterError(short)
         if neighbourhood is not None:
             self._segment = neighbourhood.segment
-            self._slab = Slab(neighbourhood.segment, here.index(rank))
+            self.slab = Slab(neighbourhood.segment, here.index(rank))
             self._poll = select.epoll()
             self._by_fd: dict[int, Peer] = {}
             for slab, connection in neighbourhood.sockets.items():
                 peer = Peer(here[slab], slab, connection, self._poll)
                 self._peers[peer.rank] = self._by_fd[connection.fileno()] = peer
             disown_in_child(self)
-
-    @property
-    def unread_bytes(self) -> int:
-        """Bytes that this rank has sent through its slab and some receiver has not read yet."""
-        return self._slab.unread_bytes if self._peers else 0
-
-    @property
-    def neighbours(self) -> Collection[int]:
-        """The members that share memory with this rank."""
-        return self._peers.keys()
 
     def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Waitable:
         """Start sending ``tensors[0]``, 1-D uint8 contiguous, to member ``peer``; it must not
@@ -219,12 +211,12 @@ class SharedMemoryGroup:
     def _send_block(self, tensor: torch.Tensor, peer: Peer, tag: int, mark: int) -> Send:
         """At once, so that the peer copies it out while the next one is copied in. Raises
         RuntimeError."""
-        block, size = self._slab.find(tensor), tensor.numel()
+        block, size = self.slab.find(tensor), tensor.numel()
         if block is None:
-            if self._slab.would_grow(size):
+            if self.slab.would_grow(size):
                 self._await_news(0)  # perhaps much has been read since we last looked
             try:
-                block = self._slab.place(tensor)
+                block = self.slab.place(tensor)
             except OSError as error:
                 raise RuntimeError(f"no shared memory for a message of {size} bytes: {explained(error)}") from error
         block.readers.append(peer.rank)
@@ -262,18 +254,27 @@ class SharedMemoryGroup:
         self.serve()
         return self.group.barrier()
 
-    def wait_for(self, work: Send, timeout: timedelta | None) -> None:
-        """Return when ``work`` is completed, serving all neighbours meanwhile. See Waitable."""
-        timeout_s = timeout.total_seconds() if timeout else self.timeout_s
+    def wait_for(self, awaited: Send | Receive, timeout_s: float) -> None:
+        """Return when ``awaited`` is completed, serving all neighbours meanwhile. Raises as
+        Waitable.wait does."""
         until = time.monotonic() + timeout_s
         with self._lock:
-            self._slab.sent.clear()
-            self._deliver_matched()
-            while not work.is_completed():
-                left_s = until - time.monotonic()
-                if left_s <= 0 or work.peer.ended is not None:
-                    self._give_up(work.peer, "send", timeout_s)
+            self.slab.sent.clear()
+            if self._matched:
+                self._deliver_matched()
+            while not awaited.is_completed():
+                peer, left_s = awaited.peer, until - time.monotonic()
+                if left_s <= 0 or peer.ended is not None:
+                    error = RuntimeError(
+                        peer.ended
+                        or f"Timed out waiting {timeout_s * 1000:.0f}ms for {awaited.verb} operation to complete (member "
+                        f"{self.rank} of the group, peer member {peer.rank}, shared memory)"
+                    )
+                    self.failed(error, timeout_s)
+                    raise error
                 self._await_news(left_s)
+            if awaited.error is not None:
+                raise awaited.error
 
     def wait_other(self, work: dist.Work, timeout: timedelta | None) -> bool:
         """Wait for a message of the group beneath. Raises as Waitable.wait does."""
@@ -281,57 +282,25 @@ class SharedMemoryGroup:
         try:
             return work.wait(timeout) if timeout else work.wait()
         except RuntimeError as error:
-            self.failed_beneath(error, timeout.total_seconds() if timeout else 0.0)
+            self.failed(error, timeout.total_seconds() if timeout else 0.0)
             raise
 
-    def failed_beneath(self, error: RuntimeError, timeout_s: float) -> None:
-        """A wait for a message of the group beneath, of ``timeout_s``, has raised ``error``: where
-        it timed out, Gloo has closed its connections, and so must we."""
-        self.failed(0 if is_timeout(error) else timeout_s)
-
-    def wait_all(self, receive: Receive, timeout_s: float) -> None:
-        """Return when all messages of ``receive`` have come, serving all neighbours meanwhile.
-        Raises as Waitable.wait does."""
-        until = time.monotonic() + timeout_s
-        with self._lock:
-            self._slab.sent.clear()
-            if self._matched:
-                self._deliver_matched()
-            missing = receive.missing
-            while missing and receive.error is None:
-                left_s = until - time.monotonic()
-                if left_s <= 0 or missing[0].ended is not None:
-                    self._give_up(missing[0], "recv", timeout_s)
-                self._await_news(left_s)
-            if receive.error is not None:
-                raise receive.error
-
-    def _give_up(self, peer: Peer, verb: str, timeout_s: float) -> NoReturn:
-        """Raises RuntimeError: a message with ``peer`` can come no more, or time is over."""
-        if peer.ended is not None:
-            self.failed(timeout_s)
-            raise RuntimeError(peer.ended)
-        self.failed(0)
-        raise RuntimeError(
-            f"Timed out waiting {timeout_s * 1000:.0f}ms for {verb} operation to complete (member {self.rank} of "
-            f"the group, peer member {peer.rank}, shared memory)"
-        )
-
-    def failed(self, timeout_s: float) -> None:
-        """A wait that was to last ``timeout_s`` has failed; 0: after all that time.
+    def failed(self, error: RuntimeError, timeout_s: float) -> None:
+        """A wait that was to last ``timeout_s``, for a message here or of the group beneath, has
+        raised ``error``.
 
         Time-outs break connections, as Gloo's do. A peer that has closed does not: whoever waited
         for it first writes down why it leaves (see failures/board.py). But a wait of no patience is
         one that is to break connections.
         """
-        if timeout_s <= _NO_PATIENCE_S:
+        if timeout_s <= _NO_PATIENCE_S or is_timeout(error):
             self.break_connections()
 
     def serve(self) -> None:
         """Take in what has arrived already, and answer it."""
         if self._peers:
             with self._lock:
-                self._slab.sent.clear()
+                self.slab.sent.clear()
                 if self._matched:
                     self._deliver_matched()
                 self._await_news(0)
@@ -356,7 +325,7 @@ class SharedMemoryGroup:
                 return
             self._is_closed = True
             self._matched.clear()
-            self._slab.sent.clear()
+            self.slab.sent.clear()
             for peer in self._peers.values():
                 peer.ended = peer.ended or "Connection closed: this rank has closed the group"
                 peer.socket.close()
@@ -420,7 +389,7 @@ class SharedMemoryGroup:
                 expected = peer.posted.get(tag)
                 if kind == READ:
                     assert isinstance(content, int)  # only a message can have a payload
-                    self._slab.was_read(content, peer.rank)
+                    self.slab.was_read(content, peer.rank)
                 elif expected:
                     self._deliver(peer, expected.popleft(), mark, size, content)
                     if not expected:
