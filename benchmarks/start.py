@@ -33,7 +33,7 @@ from torch.distributed import distributed_c10d
 
 import commlayer.backend.create
 import commlayer.backend.new_groups  # before forking, or each rank would load it
-from commlayer.agree.gathered_store import GatheredStore
+from commlayer.agree.tree import GatheredStore
 from commlayer.failures.waits import Watched
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # what its helpers are shared with

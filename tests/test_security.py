@@ -24,7 +24,8 @@ from synthetic_profiles import synthetic_profile
 from torch._C._distributed_c10d import HashStore, TCPStore
 
 from commlayer.agree.appointments import Appointment, Appointments
-from commlayer.failures import frames, rank_links
+from commlayer.failures import failure_records as frames
+from commlayer.failures import rank_links
 from commlayer.failures.detector import FailureDetector
 from commlayer.failures.failure_records import Gone, Left
 from commlayer.measure.calibrate import cache_folder

@@ -61,20 +61,17 @@ class AgreedMaximum:
             previous = int(self._value)
         self.calls += 1
         self._value.fill_(value)
-        self._work = self._started()
-        return previous
-
-    def _started(self) -> dist.Work:
-        """The exchange of this call, unseen by a profiler: it may end after that, and Gloo's
-        thread, which tells the profiler so, would write to memory that is no longer the
-        profiler's."""
-        if not _profiling():
-            return self.group.allreduce([self._value], self._options)
-        _record(False)
+        # Unseen by a profiler: the exchange may end after that, and Gloo's thread, which tells the
+        # profiler so, would write to memory that is no longer the profiler's.
+        is_profiled = _profiling()
+        if is_profiled:
+            _record(False)
         try:
-            return self.group.allreduce([self._value], self._options)
+            self._work = self.group.allreduce([self._value], self._options)
         finally:
-            _record(True)
+            if is_profiled:
+                _record(True)
+        return previous
 
     def finish(self) -> None:
         """Wait a moment for the latest exchange: a group that is freed with one under way waits for

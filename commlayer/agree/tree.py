@@ -6,6 +6,11 @@ and the root's bundle comes down the same way. A job's ranks mostly say the same
 is short however many they are. A subtree is a run of neighbouring ranks: most of its messages stay
 on a node, and who says what is a few runs of ranks.
 
+A Gloo group finds its members through a store, in which each rank sets its address and asks for
+those of all others: n waits and n gets a rank. Where the same ranks have one group already, the
+addresses of the next one go round in it by the tree (:class:`GatheredStore`), and the job's store,
+which one process serves to all ranks, is not asked at all.
+
 Rejected: an all_gather, in which every rank receives n messages one after the other (Gloo's is a
 ring); and keys in the job's store, which one process serves to all.
 """
@@ -13,17 +18,20 @@ ring); and keys in the job's store, which one process serves to all.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store  # torch.distributed has it too, but not for type checkers
 
 from commlayer.agree.messages import (
     ControlMessage,
     Peers,
     blaming,
+    check_alike,
     decode,
     encode,
     until_after,
@@ -33,7 +41,7 @@ from commlayer.failures.waits import Watched
 from commlayer.peer_words import LIMIT_BYTES, refusal
 from commlayer.profiles.errors import DisagreementError
 
-__all__ = ["FAN_OUT", "Awaited", "Branch", "Outgoing", "branch_of", "gather_by_tree", "tree_exchange"]
+__all__ = ["FAN_OUT", "Awaited", "Branch", "GatheredStore", "Outgoing", "branch_of", "gather_by_tree", "tree_exchange"]
 
 FAN_OUT = 2
 """Children of a rank. More would save levels, of which 4,096 ranks have twelve, and cost bytes: a
@@ -236,3 +244,53 @@ def _receive(peers: Peers, step: Awaited, wait: _Wait) -> bytes:
     content = torch.empty(size, dtype=torch.uint8)
     wait(peers.group.recv([content], step.place, _TAG))
     return content.numpy().tobytes()
+
+
+class _Entry(ControlMessage, frozen=True):
+    key: str
+    value: bytes
+    note: dict[str, str]
+
+
+class GatheredStore(Store):
+    """The store of ``peers``, which are connected already, and all of whom call :meth:`set` equally often; whatever they set is
+    there when it returns.
+
+    It is for making one group: whoever makes it keeps this object alive meanwhile, since C++ does
+    not. ``note``: what this rank tells beside, by name: see :meth:`check_notes`.
+    """
+
+    def __init__(self, peers: Peers, timeout_s: float, purpose: str, note: Mapping[str, str] | None = None) -> None:
+        super().__init__()
+        self._peers, self._timeout_s, self._purpose = peers, timeout_s, purpose
+        self._entries: dict[str, bytes] = {}
+        self._note = dict(note or {})
+        self._notes: list[dict[str, str]] = []
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Tell all ranks ``value``, and hear theirs. Collective; raises as
+        :func:`commlayer.agree.tree.gather_by_tree`."""
+        own_entry = _Entry(key, value.encode() if isinstance(value, str) else bytes(value), self._note)
+        entries = gather_by_tree(own_entry, _Entry, self._peers, self._timeout_s, self._purpose)
+        self._entries |= {entry.key: entry.value for entry in entries}
+        self._notes = [entry.note for entry in entries]
+
+    def check_notes(self) -> None:
+        """Raise DisagreementError, on all ranks alike, where they told different notes; it names
+        ranks and values."""
+        if self._notes:
+            check_alike(list(zip(self._peers.ranks, self._notes, strict=True)))
+
+    def get(self, key: str) -> bytes:
+        """The value of a key that some rank has set. Raises KeyError for another one."""
+        return self._entries[key]
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of ``keys`` have been set."""
+        return all(key in self._entries for key in keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Raise KeyError unless all of ``keys`` have been set: none of them would come by
+        waiting."""
+        for key in keys:
+            self.get(key)

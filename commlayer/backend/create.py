@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from commlayer.agree.gathered_store import GatheredStore
 from commlayer.agree.messages import Peers
+from commlayer.agree.tree import GatheredStore
 from commlayer.backend import world
 from commlayer.backend.called_lists import group_key
 from commlayer.backend.group import CommlayerGroup
@@ -31,7 +31,7 @@ from commlayer.failures.descriptors import require
 from commlayer.failures.detector import host_lost, set_job_detector
 from commlayer.failures.endings import end_with_program
 from commlayer.failures.forks import disown_in_child, never_free_in_child
-from commlayer.failures.polled_store import PolledStore
+from commlayer.failures.store_answers import PolledStore
 from commlayer.failures.waits import Watched, bounded
 from commlayer.profiles.errors import BLAMING
 from commlayer.scheduler.lanes import LanePolicy

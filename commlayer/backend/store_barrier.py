@@ -1,7 +1,8 @@
 """The barrier that torch adds behind making a group where TORCH_DIST_INIT_BARRIER is 1, ended by a death in the job.
 
-All ranks of the job wait in it, also those that the group does not have, and torch's own wait in the store ends with the timeout
-and names nobody. It is torch's barrier, on a store that is asked again and again (:mod:`commlayer.failures.polled_store`).
+All ranks of the job wait in it, also those that the group does not have, and torch's own wait in the
+store ends with the timeout and names nobody. It is torch's barrier, on a store that is asked again and
+again (:class:`commlayer.failures.store_answers.PolledStore`).
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ from commlayer.calls.group_life import making_group
 from commlayer.calls.instruments import inquiries
 from commlayer.calls.ring import ring_size
 from commlayer.failures.detector import FailureDetector, host_lost
-from commlayer.failures.polled_store import PolledStore
-from commlayer.failures.store_answers import store_gone
+from commlayer.failures.store_answers import PolledStore, store_gone
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, PeerError
 
 __all__ = ["wait_at_barrier"]

@@ -25,7 +25,7 @@ leaves says so: then it is not taken for dead, and calls for which nothing more 
 on.
 
 Here is how a detector begins and ends: how it joins its job, and leaves it. What goes over
-connections is in :mod:`commlayer.failures.frames`, the connections are in
+connections is in :mod:`commlayer.failures.failure_records`, the connections are in
 :mod:`commlayer.failures.rank_links`, and what is known in :mod:`commlayer.failures.knowledge`.
 """
 
@@ -45,9 +45,8 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from commlayer.failures.descriptors import explained, set_aside
-from commlayer.failures.failure_records import Absent, Left, Record, told
+from commlayer.failures.failure_records import MAX_FRAME_BYTES, Absent, Card, Left, Record, told
 from commlayer.failures.forks import disown_in_child
-from commlayer.failures.frames import MAX_FRAME_BYTES, Card
 from commlayer.failures.knowledge import Knowledge
 from commlayer.failures.last_words import say_nothing_more, speak_before_sigterm
 from commlayer.failures.news import FailureNews

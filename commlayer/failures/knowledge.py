@@ -12,7 +12,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Container, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol
 
 from commlayer.failures.blame import Blame, blame_of, first_failure
 from commlayer.failures.failure_records import Absent, Asked, Ended, Gone, Left, Record, Report
@@ -20,8 +20,6 @@ from commlayer.profiles.printable import say
 
 __all__ = ["Knowledge", "Observer"]
 
-_Key = TypeVar("_Key")
-_Record = TypeVar("_Record")
 _MOST_ROUNDS = 64
 """So many of the last questions are remembered; older ones are no news."""
 
@@ -112,21 +110,22 @@ class Knowledge:
         was remembered."""
         if isinstance(record, Asked):
             return _is_asked_first(self.asked, record)
-        if isinstance(record, Report):
-            return _is_first(self.reports, (record.key, record.rank), record)
         if isinstance(record, Absent):
             return self._is_first_absence(record)
-        if record.rank not in self.members:
+        known: dict[Any, Any] = self.left if isinstance(record, Left) else self.gone
+        key: Any = record.rank
+        if isinstance(record, Report):
+            known, key = self.reports, (record.key, record.rank)
+        elif record.rank not in self.members:
             return False
-        if isinstance(record, Gone) and (record.rank == self.rank or record.rank in self.left):
+        elif isinstance(record, Gone) and (record.rank == self.rank or record.rank in self.left):
             return False  # a rank that has said why it left, and was then not found by one that had not heard it
-        if isinstance(record, Gone):
-            is_news = _is_first(self.gone, record.rank, record)
-        else:
-            is_news = _is_first(self.left, record.rank, record)
-        if is_news and (isinstance(record, Gone) or record.is_failure):
+        if key in known:
+            return False
+        known[key] = record
+        if isinstance(record, Gone) or (isinstance(record, Left) and record.is_failure):
             self.ended.append(record)
-        return is_news
+        return True
 
     def _is_first_absence(self, absent: Absent) -> bool:
         """Ranks run out of patience one after the other, each for the same ranks: the first one
@@ -137,15 +136,6 @@ class Knowledge:
             return False
         self.ended.append(absent)
         return True
-
-
-def _is_first(known: dict[_Key, _Record], key: _Key, record: _Record) -> bool:
-    """Put ``record`` into ``known`` unless there is one for its key; return whether it was put
-    there."""
-    if key in known:
-        return False
-    known[key] = record
-    return True
 
 
 def _is_asked_first(known: dict[int, Asked], asked: Asked) -> bool:

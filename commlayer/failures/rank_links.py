@@ -35,8 +35,20 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from commlayer.failures.failure_records import Absent, Gone, Record
-from commlayer.failures.frames import LENGTH, MAX_FRAME_BYTES, Card, Frame, Hello, Welcome, framed, frames, read_frame
+from commlayer.failures.failure_records import (
+    LENGTH,
+    MAX_FRAME_BYTES,
+    Absent,
+    Card,
+    Frame,
+    Gone,
+    Hello,
+    Record,
+    Welcome,
+    framed,
+    frames,
+    read_frame,
+)
 from commlayer.failures.knowledge import Knowledge
 from commlayer.failures.waits import within
 from commlayer.profiles.errors import DisagreementError

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commlayer import __version__
-from commlayer.agree import discovery, gathered_store, tree
+from commlayer.agree import discovery, tree
 from commlayer.agree import messages as agree_codec
 from commlayer.agree.discovery import Member
 from commlayer.agree.messages import (
@@ -47,7 +47,7 @@ MESSAGES: dict[type[ControlMessage], st.SearchStrategy[Any]] = {
     ProfileText: st.builds(ProfileText, st.text()),
     world._Card: st.builds(world._Card, values, reasons),
     calibrate._Held: st.builds(calibrate._Held, st.text(), reasons),
-    gathered_store._Entry: st.builds(gathered_store._Entry, st.text(), st.binary()),
+    tree._Entry: st.builds(tree._Entry, st.text(), st.binary()),
     tree._Bundle: st.builds(
         tree._Bundle,
         st.lists(st.binary(), max_size=3).map(tuple),

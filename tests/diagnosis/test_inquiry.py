@@ -33,6 +33,7 @@ class Listening(FailureDetector):
     def __init__(self) -> None:
         super().__init__(None, 0, (0, 1, 2), 0.0)
         self.links: Any = self
+        self.is_closed = True
         self.reading: dict[int, Callable[[], None]] = {}
         self.questions: list[Asked] = []
 

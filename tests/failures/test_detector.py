@@ -28,8 +28,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from commlayer.failures import waits
 from commlayer.failures.board import FailedConnection, FailedStep, Failure, FailureBoard
 from commlayer.failures.detector import FailureDetector
-from commlayer.failures.failure_records import Absent, Asked, Gone, Left, Report
-from commlayer.failures.frames import framed, frames
+from commlayer.failures.failure_records import Absent, Asked, Gone, Left, Report, framed, frames
 from commlayer.failures.rank_links import Links
 from commlayer.profiles.errors import CollectiveTimeoutError, DisagreementError, PeerError
 from commlayer.testing.plugin import ClusterFactory

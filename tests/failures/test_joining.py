@@ -32,9 +32,8 @@ from commlayer.backend.create import Connector
 from commlayer.failures import detector as detectors
 from commlayer.failures.board import why_left
 from commlayer.failures.detector import FailureDetector
-from commlayer.failures.frames import Card
-from commlayer.failures.polled_store import PolledStore
-from commlayer.failures.store_answers import Deadline
+from commlayer.failures.failure_records import Card
+from commlayer.failures.store_answers import Deadline, PolledStore
 from commlayer.profiles.errors import BLAMING, PeerError
 from commlayer.testing.plugin import ClusterFactory
 from commlayer.transport.gloo_groups import gloo_in_order

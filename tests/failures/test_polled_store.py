@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 from torch._C._distributed_c10d import HashStore  # torch.distributed has it too, but not for type checkers
 
-from commlayer.failures.polled_store import PolledStore
+from commlayer.failures.store_answers import PolledStore
 
 
 def test_what_comes_later_is_waited_for() -> None:

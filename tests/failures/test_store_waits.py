@@ -69,7 +69,7 @@ def test_joining_takes_what_is_left_of_the_timeout() -> None:
 
 
 def test_a_silent_store_ends_joining(silent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("commlayer.failures.detector._STORE_GRACE_S", 0.1)
+    monkeypatch.setattr("commlayer.failures.detector.STORE_GRACE_S", 0.1)
     with pytest.raises(
         CollectiveTimeoutError, match=r"^rank 1, joining the job of 2 ranks: the job's store did not answer"
     ):
