@@ -207,21 +207,16 @@ def form_grid(members: Sequence[Member], rank: int, declared: Topology | None = 
                 f"for {list(expected)}: build ep groups from ranks at the same place of each tp group"
             )
     ranks = sorted(by_rank)
-    topology = Topology.from_identities(
-        [by_rank[r].identity for r in ranks] if declared is None else _declared_nodes(declared, ranks)
-    )
-    index_of = {r: i for i, r in enumerate(ranks)}
-    return Grid(rows, me.ep_ranks.index(rank), column, _link(rows, topology, index_of), topology)
-
-
-def _declared_nodes(declared: Topology, ranks: Sequence[int]) -> list[str]:
-    """The node of each rank: a grid may be a part of the cluster that was declared."""
-    if ranks[-1] >= declared.world_size:
+    if declared is not None and ranks[-1] >= declared.world_size:
         raise GroupError(
             f"the declared topology {declared.shape} has {declared.world_size} ranks, but rank {ranks[-1]} takes part: "
             "correct COMMLAYER_TOPOLOGY"
         )
-    return [f"node {declared.node_of(rank)}" for rank in ranks]
+    # A grid may be a part of the cluster that was declared.
+    nodes = [by_rank[r].identity if declared is None else f"node {declared.node_of(r)}" for r in ranks]
+    topology = Topology.from_identities(nodes)
+    index_of = {r: i for i, r in enumerate(ranks)}
+    return Grid(rows, me.ep_ranks.index(rank), column, _link(rows, topology, index_of), topology)
 
 
 def _link(rows: Sequence[Sequence[int]], topology: Topology, place: dict[int, int]) -> Resource:

@@ -21,11 +21,10 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from commlayer.failures.blame import Blame, blame_of, rank_or_one_of
 from commlayer.failures.descriptors import CLIENT, require
 from commlayer.failures.detector import FailureDetector
 from commlayer.failures.failure_records import Absent, Asked, Left, Record, Report, told
-from commlayer.failures.knowledge import Knowledge
+from commlayer.failures.knowledge import Blame, Knowledge, blame_of, rank_or_one_of
 from commlayer.failures.waits import is_timeout
 from commlayer.profiles.errors import ClusterError, CollectiveTimeoutError, InternalError, PeerError
 from commlayer.profiles.printable import say

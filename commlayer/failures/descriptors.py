@@ -74,25 +74,20 @@ def limit() -> int:
     return -1 if soft == resource.RLIM_INFINITY else soft
 
 
-def _free() -> int | None:
-    """How many more it may open; None: as many as it likes, or nobody knows."""
-    most = limit()
-    if most < 0:
-        return None
-    try:
-        is_open = len(os.listdir(_TABLE)) - 1  # one was that of the listing
-    except FileNotFoundError:
-        return None
-    except OSError:  # EMFILE, ENFILE
-        return 0
-    return max(0, most - is_open - sum(holder.awaited for holder in list(_awaiting)))
-
-
 def shortfall(needed: int, what: str) -> str:
     """Why ``what``, which takes ``needed`` descriptors, cannot be made here, and what to do; empty
-    where it can."""
-    free = _free()
-    if free is None or free >= needed:
+    where it can, or nobody knows."""
+    most = limit()
+    if most < 0:
+        return ""
+    try:
+        num_open = len(os.listdir(_TABLE)) - 1  # one was that of the listing
+        free = max(0, most - num_open - sum(holder.awaited for holder in list(_awaiting)))
+    except FileNotFoundError:
+        return ""
+    except OSError:  # EMFILE, ENFILE
+        free = 0
+    if free >= needed:
         return ""
     return f"{what} needs {needed} more open files, and this process may open {free} more. {_advice(needed - free)}"
 

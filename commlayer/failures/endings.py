@@ -182,7 +182,9 @@ def _end_all() -> None:
     crash = None if hasattr(sys, "ps1") else getattr(sys, "last_type", None)  # of a prompt it is any earlier one
     has_crashed = crash is not None
     if crash is not None:  # the others need not wait for what is under way here
-        _tell(crash)
+        with contextlib.suppress(Exception):  # an exception whose text cannot be had
+            why = f"left with {crash.__name__}: {getattr(sys, 'last_value', None)}"
+            leave_all(why, is_failure=True, is_consequence=issubclass(crash, BLAMING))
     until = time.monotonic() + (_CRASH_PATIENCE_S if has_crashed else _PATIENCE_S)
     for thing in things:
         thing.end(max(0.0, until - time.monotonic()))
@@ -190,12 +192,6 @@ def _end_all() -> None:
         thread.join(max(0.0, until - time.monotonic()))
     if join_abandoned(_ABANDONED_PATIENCE_S) or things or _has_buried:
         rest()
-
-
-def _tell(crash: type[BaseException]) -> None:
-    with contextlib.suppress(Exception):  # an exception whose text cannot be had
-        why = f"left with {crash.__name__}: {getattr(sys, 'last_value', None)}"
-        leave_all(why, is_failure=True, is_consequence=issubclass(crash, BLAMING))
 
 
 @in_forked_child

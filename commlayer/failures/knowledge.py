@@ -1,5 +1,5 @@
 """Knowledge of a job: who is gone, who has left and said why, who waits for whom; what one rank
-knows of all others.
+knows of all others, and whom it blames, in the words in which all tell of a failure.
 
 It is made of records (:mod:`commlayer.failures.failure_records`), of which the first one about a
 rank counts, and knows nothing of connections: :mod:`commlayer.failures.rank_links` brings records and
@@ -11,15 +11,17 @@ from __future__ import annotations
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from commlayer.failures.blame import Blame, blame_of, first_failure
 from commlayer.failures.failure_records import Absent, Asked, Ended, Gone, Left, Record, Report
+from commlayer.profiles.counted import listed
 from commlayer.profiles.printable import say
 
-__all__ = ["Knowledge", "Observer"]
+__all__ = ["Blame", "Knowledge", "Observer", "blame_of", "rank_or_one_of"]
 
+_MOST_NAMED = 32
 _MOST_ROUNDS = 64
 """So many of the last questions are remembered; older ones are no news."""
 
@@ -86,9 +88,19 @@ class Knowledge:
                 say(traceback.format_exc(), keep="\n")
 
     def first_failure(self, ranks: Container[int]) -> Blame | None:
-        """Find the one of ``ranks`` that failed first, and not because of another rank. None where
-        none has failed so far."""
-        return first_failure(self.ended, self.left, ranks)
+        """Find the ones of ``ranks`` that failed first, and not because of other ranks. None where
+        none has failed so far. What ranks that left have said themselves counts more than that
+        another one found them gone."""
+        for record in self.ended:
+            if isinstance(record, Absent):
+                absent = tuple(rank for rank in record.ranks if rank in ranks)
+                if absent:
+                    return Blame(absent, record.what, record.seen_by, are_all=True)
+            elif record.rank in ranks:
+                said = self.left.get(record.rank)
+                if said is None or not said.is_consequence:
+                    return blame_of(record if said is None else said)
+        return None
 
     def failure(self) -> str:
         """Who has failed first, in words, as far as is known; where only consequences are known,
@@ -147,3 +159,49 @@ def _is_asked_first(known: dict[int, Asked], asked: Asked) -> bool:
     for old in [each for each in known if each <= asked.round - _MOST_ROUNDS]:
         del known[old]
     return True
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """The ranks that are to blame, and ``what`` became of them, as ``seen_by`` tells."""
+
+    ranks: tuple[int, ...]
+    what: str
+    seen_by: int
+    is_unheard: bool = False
+    """Whether a rank died that others may have heard."""
+    are_all: bool = False
+    """Whether it is all of these ranks, and not one of them."""
+    leaver: int | None = None
+    """The member that left because of these ranks, which are not in the group."""
+
+    @property
+    def culprit(self) -> str:
+        """The ranks in words."""
+        return listed("rank", self.ranks, _MOST_NAMED) if self.are_all else rank_or_one_of(self.ranks)
+
+    def fate(self, reader: int) -> str:
+        """Say what became of them, and who has seen it: not where that is the rank ``reader``,
+        which is told, or one of them."""
+        return self.what if self.seen_by in (reader, *self.ranks) else f"{self.what} (seen by rank {self.seen_by})"
+
+    def words(self, reader: int) -> str:
+        """Say to the rank ``reader`` who is to blame, and for what."""
+        return f"{self.culprit} {self.fate(reader)}"
+
+
+def blame_of(record: Ended) -> Blame:
+    """Blame the ranks of ``record``, where nothing else is known."""
+    if isinstance(record, Absent):
+        return Blame(record.ranks, record.what, record.seen_by, are_all=True)
+    if isinstance(record, Gone):
+        return Blame((record.rank,), record.what, record.seen_by, record.is_unheard)
+    return Blame((record.rank,), record.what, record.rank)
+
+
+def rank_or_one_of(ranks: Iterable[int]) -> str:
+    """The rank, or the ranks one of which it is (a collective call of the backend does not say
+    which)."""
+    numbers = list(ranks)
+    names = ", ".join(map(str, numbers[:_MOST_NAMED])) + ("" if len(numbers) <= _MOST_NAMED else f", … {numbers[-1]}")
+    return f"one of ranks {names}" if len(numbers) > 1 else f"rank {names}"

@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import threading
 
-from commlayer.failures.blame import blame_of
 from commlayer.failures.failure_records import Absent, Gone, Left, Record
+from commlayer.failures.knowledge import blame_of
 from commlayer.profiles.printable import say
 
 __all__ = ["FailureNews"]

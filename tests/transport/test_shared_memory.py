@@ -629,9 +629,9 @@ def test_the_socket_is_only_for_who_knows_the_secret(emulated_cluster: ClusterFa
         original, guess = meeting._connected, meeting._HELLO.pack(1, b"?" * 32)
 
         def with_strangers(meeting: Any, cards: Any, stack: Any) -> Any:
-            if meeting.me == 1:
+            if meeting.local_rank == 1:
                 time.sleep(0.3)  # whom the strangers say they are
-            if meeting.me == 2:
+            if meeting.local_rank == 2:
                 for word in (b"", b"x", guess):
                     stranger = stack.enter_context(socket.socket(socket.AF_UNIX))
                     stranger.connect(cards[0].name)

@@ -58,31 +58,23 @@ class _Card:
     secret: bytes
 
 
-@dataclass(frozen=True)
 class _Meeting:
-    """``group``: Gloo's, of all ranks. ``board``: where a rank's failure would be known, if
-    anywhere."""
+    """The ranks of ``group``, Gloo's, as they tell each other how far they have come. ``board``:
+    where a rank's failure would be known, if anywhere."""
 
-    group: dist.ProcessGroup
-    rank: int
-    nodes: Sequence[Sequence[int]]
-    timeout: timedelta
-    board: Board | None
-
-    @property
-    def node(self) -> int:
-        """This rank's node."""
-        return next(k for k, node in enumerate(self.nodes) if self.rank in node)
-
-    @property
-    def here(self) -> Sequence[int]:
-        """The ranks of the group on this rank's node, by local rank."""
-        return self.nodes[self.node]
-
-    @property
-    def me(self) -> int:
-        """This rank's local rank."""
-        return self.here.index(self.rank)
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        rank: int,
+        nodes: Sequence[Sequence[int]],
+        timeout_s: float,
+        board: Board | None,
+    ) -> None:
+        self._group, self.rank, self._nodes, self._board = group, rank, nodes, board
+        self.timeout_s = timeout_s
+        self.node, self.here = next((k, node) for k, node in enumerate(nodes) if rank in node)
+        """This rank's node, and the ranks of the group there, by local rank."""
+        self.local_rank = self.here.index(rank)
 
     def show(self, listener: socket.socket | None, secret: bytes) -> list[_Card]:
         """Exchange cards; those of this node's ranks."""
@@ -94,18 +86,18 @@ class _Meeting:
     def agree(self, is_well: bool) -> tuple[bool, ...]:
         """For each node, whether all its ranks are well."""
         words = self._tell(b"\1" if is_well else b"\0")
-        return tuple(all(words[rank] == b"\1" for rank in node) for node in self.nodes)
+        return tuple(all(words[rank] == b"\1" for rank in node) for node in self._nodes)
 
     def _tell(self, word: bytes) -> list[bytes]:
         """Every rank's word, of equal lengths, by rank of the group. Raises RuntimeError (Gloo's)
         where a rank is gone."""
         own_word = torch.frombuffer(bytearray(word), dtype=torch.uint8)
-        words = [torch.empty_like(own_word) for _ in range(sum(map(len, self.nodes)))]
-        work = self.group.allgather([words], [own_word])
-        if self.board is None:
-            work.wait(self.timeout)
+        words = [torch.empty_like(own_word) for _ in range(sum(map(len, self._nodes)))]
+        work = self._group.allgather([words], [own_word])
+        if self._board is None:
+            work.wait(timedelta(seconds=self.timeout_s))
         else:  # nobody is to be in there any more when the program ends
-            wait(work, self.board, self.timeout.total_seconds())
+            wait(work, self._board, self.timeout_s)
         return [each.numpy().tobytes() for each in words]
 
 
@@ -128,9 +120,9 @@ def meet(
     each node whether it shares, the same on every rank. Where a node cannot, the rank that failed
     warns. Raises RuntimeError where a rank does not come, or ``board`` is broken.
     """
-    meeting = _Meeting(group, rank, nodes, timedelta(seconds=timeout_s), board)
     if all(len(node) == 1 for node in nodes):
         return None, (False,) * len(nodes)
+    meeting = _Meeting(group, rank, nodes, timeout_s, board)
     with ExitStack() as stack:
         neighbourhood, shares = _meet(meeting, stack, is_able=is_able)
         if neighbourhood is not None:
@@ -139,7 +131,7 @@ def meet(
 
 
 def _meet(meeting: _Meeting, stack: ExitStack, *, is_able: bool) -> tuple[Neighbourhood | None, tuple[bool, ...]]:
-    listener, segment = _prepared(len(meeting.here), is_first=meeting.me == 0) if is_able else (None, None)
+    listener, segment = _prepared(len(meeting.here), is_first=meeting.local_rank == 0) if is_able else (None, None)
     with listener or nullcontext():
         secret = os.urandom(32)
         cards = meeting.show(listener, secret)
@@ -195,12 +187,12 @@ def _connected(meeting: _Meeting, cards: Sequence[_Card], stack: ExitStack) -> d
     if len(cards) == 1 or not all(card.is_well for card in cards):
         return None
     sockets = {}
-    for k in range(meeting.me):
+    for k in range(meeting.local_rank):
         sockets[k] = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         sockets[k].setblocking(False)
         try:
             sockets[k].connect(cards[k].name)
-            sockets[k].send(_HELLO.pack(meeting.me, cards[k].secret))
+            sockets[k].send(_HELLO.pack(meeting.local_rank, cards[k].secret))
         except OSError as error:
             _warn(f"rank {meeting.here[k]} of the group cannot be reached from rank {meeting.rank}", error)
             return None
@@ -212,7 +204,7 @@ def _accept(
 ) -> bool:
     """Take in the local ranks behind this one. Whoever does not know the secret is sent away: any
     process can connect."""
-    expected = set(range(meeting.me + 1, len(meeting.here)))
+    expected = set(range(meeting.local_rank + 1, len(meeting.here)))
     while expected:
         try:
             visitor, _ = listener.accept()
@@ -244,22 +236,17 @@ def _passed_on(
             for each in sockets.values():
                 socket.send_fds(each, [b"m"], [segment.fileno()])
             return segment
-        sockets[0].settimeout(meeting.timeout.total_seconds())
-        segment = Segment(_received_fd(sockets[0]), len(meeting.here))
+        sockets[0].settimeout(meeting.timeout_s)
+        # Not socket.recv_fds, which leaves it open in programs that this process may start.
+        space = socket.CMSG_SPACE(array.array("i").itemsize)
+        _, ancillary, _, _ = sockets[0].recvmsg(1, space, socket.MSG_CMSG_CLOEXEC)
+        rights = [data for level, kind, data in ancillary if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)]
+        if not rights:
+            raise OSError("the node's first rank has closed the connection")
+        segment = Segment(array.array("i", rights[0])[0], len(meeting.here))
         if segment.bytes_of(0, 0, len(proof)).numpy().tobytes() != proof:
             raise OSError("it does not hold what the node's first rank wrote into it")
     except OSError as error:
         _warn(f"the memory could not be passed on to or from rank {meeting.rank}", error)
         return None
     return segment
-
-
-def _received_fd(connection: socket.socket) -> int:
-    """One descriptor. Not socket.recv_fds, which leaves it open in programs that this process may
-    start."""
-    space = socket.CMSG_SPACE(array.array("i").itemsize)
-    _, ancillary, _, _ = connection.recvmsg(1, space, socket.MSG_CMSG_CLOEXEC)
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            return int(array.array("i", data)[0])
-    raise OSError("the node's first rank has closed the connection")
