@@ -81,6 +81,7 @@ class FailureDetector:
     of them together.
 
     ``store`` is where they find each other, under keys of their own; afterwards it is not used.
+    None: there is nobody to be found, and it knows what is reported to it.
     Threads and descriptors are those of this process: a forked child has neither. ``on_listening``
     is called before this rank waits for another one. ``timeout_s`` is one limit for all that is
     asked of the store, whose own waits would add up, or have none (where its host is stopped); a
@@ -145,11 +146,6 @@ class FailureDetector:
             self.fail(f"could not join its job: {error}", is_consequence=isinstance(error, BLAMING))
             raise
         speak_before_sigterm(self)
-
-    @classmethod
-    def alone(cls, rank: int = 0) -> FailureDetector:
-        """A detector of this process only, which knows what is reported to it."""
-        return cls(None, rank, (rank,), 0.0)
 
     @contextlib.contextmanager
     def expecting_all(self, has_come: Callable[[int], bool]) -> Iterator[None]:

@@ -54,7 +54,7 @@ from commlayer.failures.waits import within
 from commlayer.profiles.errors import DisagreementError
 from commlayer.profiles.printable import say
 
-__all__ = ["MOST_TOLD", "STORE_GRACE_S", "Dialler", "Links", "diallers", "neighbours", "received"]
+__all__ = ["MOST_TOLD", "STORE_GRACE_S", "Dialler", "Links", "neighbours", "received"]
 
 STORE_GRACE_S = 2.0
 """How much longer than its own timeout the store is waited for: it says itself what it waited
@@ -396,7 +396,7 @@ class Dialler:
         """Return when all ranks have had a connection that are to have one with this rank, or are
         known to have ended; or when connections are closed, or after ``seconds``."""
         knowledge, links = self._knowledge, self.links
-        awaited = {*neighbours(knowledge.rank, knowledge.ranks), *diallers(knowledge.rank, knowledge.ranks)}
+        awaited = {peer for sign in (1, -1) for peer in neighbours(knowledge.rank, knowledge.ranks, sign)}
         with knowledge.changed:
             knowledge.changed.wait_for(
                 lambda: links.is_closed or awaited <= links.heard | knowledge.gone.keys() | knowledge.left.keys(),
@@ -532,16 +532,8 @@ def _listener() -> socket.socket:
     return listener
 
 
-def neighbours(rank: int, ranks: Sequence[int]) -> list[int]:
-    """The ranks that ``rank`` dials: 1, 2, 4, … places after it."""
-    return _at_distances(rank, ranks, 1)
-
-
-def diallers(rank: int, ranks: Sequence[int]) -> list[int]:
-    """The ranks that dial ``rank``: 1, 2, 4, … places before it."""
-    return _at_distances(rank, ranks, -1)
-
-
-def _at_distances(rank: int, ranks: Sequence[int], sign: int) -> list[int]:
+def neighbours(rank: int, ranks: Sequence[int], sign: int = 1) -> list[int]:
+    """The ranks that ``rank`` dials: 1, 2, 4, … places after it; those that dial it, where ``sign``
+    is -1: as many places before it."""
     size, place = len(ranks), ranks.index(rank)
     return [ranks[(place + sign * (1 << k)) % size] for k in range((size - 1).bit_length())]

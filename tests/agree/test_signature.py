@@ -34,7 +34,7 @@ def nobody_died(error: RuntimeError, *_: object) -> ClusterError:
 
 def test_a_rank_whose_call_was_refused_there_has_not_called_nothing() -> None:
     store = HashStore()
-    detector = FailureDetector.alone()
+    detector = FailureDetector(None, 0, (0,), 0.0)
 
     def check(member: int) -> SignatureCheck:
         board = FailureBoard(detector, "ep", 4 + member, (4, 5, 6))

@@ -22,7 +22,7 @@ A_MINUTE = timedelta(seconds=60)
 
 
 def messages() -> OwnMessages:
-    board = FailureBoard(FailureDetector.alone(), "group", 0, (0,))
+    board = FailureBoard(FailureDetector(None, 0, (0,), 0.0), "group", 0, (0,))
     return OwnMessages(Members("0", 0, (0,), ((0,),), lambda: ""), board)
 
 

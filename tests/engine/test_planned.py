@@ -34,7 +34,7 @@ def rank_of(nodes: list[list[int]], rank: int, plan: str) -> PlannedGroup:
         planner=None,
         settings=Settings(plan=plan),
         timeout_s=1.0,
-        board=FailureBoard(FailureDetector.alone(), "test", members[rank], members),
+        board=FailureBoard(FailureDetector(None, 0, (0,), 0.0), "test", members[rank], members),
     )
 
 
@@ -89,7 +89,7 @@ def test_a_transport_parts_with_every_group_though_one_fails(monkeypatch: pytest
     monkeypatch.setattr("commlayer.transport.gloo.keep", kept.append)
     groups = [BrokenBarrier(parted), BrokenBarrier(parted)]
     channels = [Channel(name, cast("Any", group), ((0, 0), (1, 1))) for name, group in zip("ab", groups, strict=True)]
-    board = FailureBoard(FailureDetector.alone(), "closing", 0, (0, 1))
+    board = FailureBoard(FailureDetector(None, 0, (0,), 0.0), "closing", 0, (0, 1))
     board.has_abandoned = True
     transport = GlooTransport(dict(zip((Op.ALL_TO_ALL, Op.ALL_GATHER), channels, strict=True)), board)
     with pytest.raises(ClusterError, match="not all of ranks"):
@@ -99,7 +99,7 @@ def test_a_transport_parts_with_every_group_though_one_fails(monkeypatch: pytest
 
 def test_a_message_of_another_size_is_told_to_the_others() -> None:
     """Whoever waits for the rank that found it must hear of it, and not take that rank for dead."""
-    detector, group = FailureDetector.alone(), cast("Any", OtherSizes())
+    detector, group = FailureDetector(None, 0, (0,), 0.0), cast("Any", OtherSizes())
     channel = Channel("world", group, ((10, 0), (11, 1)))
     transport = GlooTransport(dict.fromkeys(Op, channel), FailureBoard(detector, "failure", 10, (10, 11)))
     planned = rank_of([[0, 1]], 0, plan="flat_direct")

@@ -390,7 +390,7 @@ def test_a_wait_lasts_as_long_as_it_may_and_no_longer(monkeypatch: pytest.Monkey
     for timeout_s, slices in ((0.6, [250, 250, 100]), (0.1, [100]), (0.0, [1])):
         work.asked.clear()
         with pytest.raises(RuntimeError, match="Timed out"):
-            waits.wait(work, board(FailureDetector.alone()), timeout_s)
+            waits.wait(work, board(FailureDetector(None, 0, (0,), 0.0)), timeout_s)
         assert [round(asked / timedelta(milliseconds=1)) for asked in work.asked] == slices
 
 

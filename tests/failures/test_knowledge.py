@@ -6,7 +6,7 @@ import pytest
 
 from commlayer.failures.failure_records import Gone, Left, Record, Report
 from commlayer.failures.knowledge import Knowledge
-from commlayer.failures.rank_links import diallers, neighbours
+from commlayer.failures.rank_links import neighbours
 
 RANKS = (0, 1, 2, 3)
 REPORT = Report("group", 1, (2,), "died")
@@ -29,7 +29,7 @@ def test_a_rank_has_as_many_neighbours_as_its_number_has_digits(size: int) -> No
         dialled = neighbours(rank, range(size))
         assert len(dialled) == len(set(dialled)) == (size - 1).bit_length()
         assert rank not in dialled
-        assert all(rank in diallers(neighbour, range(size)) for neighbour in dialled)
+        assert all(rank in neighbours(neighbour, range(size), -1) for neighbour in dialled)
 
 
 def test_news_are_passed_on_and_observed_once_and_strangers_are_none() -> None:

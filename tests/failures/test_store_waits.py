@@ -95,7 +95,7 @@ def test_making_a_group(silent: Any, is_silent: bool, error: type[ClusterError],
 
 
 def checked(store: Any) -> SignatureCheck:
-    board = FailureBoard(FailureDetector.alone(), "ep", 4, (4, 5))
+    board = FailureBoard(FailureDetector(None, 0, (0,), 0.0), "ep", 4, (4, 5))
     return SignatureCheck(None, store, 0, [4, 5], "ep", board, explained)
 
 
