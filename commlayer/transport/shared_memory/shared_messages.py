@@ -265,13 +265,14 @@ class SharedMemoryGroup:
             while not awaited.is_completed():
                 peer, left_s = awaited.peer, until - time.monotonic()
                 if left_s <= 0 or peer.ended is not None:
-                    error = RuntimeError(
-                        peer.ended
-                        or f"Timed out waiting {timeout_s * 1000:.0f}ms for {awaited.verb} operation to complete (member "
+                    why = peer.ended or (
+                        f"Timed out waiting {timeout_s * 1000:.0f}ms for {awaited.verb} operation to complete (member "
                         f"{self.rank} of the group, peer member {peer.rank}, shared memory)"
                     )
-                    self.failed(error, timeout_s)
-                    raise error
+                    self.failed(RuntimeError(why), timeout_s)
+                    raise RuntimeError(
+                        why
+                    )  # which no variable here refers to: with its traceback it would keep the group
                 self._await_news(left_s)
             if awaited.error is not None:
                 raise awaited.error
