@@ -241,15 +241,13 @@ def _take(evidence: Evidence, file: EvidenceFile) -> None:
 def _take_log(evidence: Evidence, log: RankLog, name: str) -> None:
     """Take the log of a rank, of several of one job the newest. Raises UsageError, which names one that is left out."""
     other = next((each for each in evidence.logs if (each.job, each.rank) == (log.job, log.rank)), None)
-    if other == log:
-        return
     newer_name, older_name = name, evidence.log_names.get(log.rank, "")
     if other is not None and log.now_ns < other.now_ns:
         newer_name, older_name = older_name, newer_name
-    else:
+    elif other != log:
         evidence.logs = [*(each for each in evidence.logs if each is not other), log]
         evidence.log_names[log.rank] = name
-    if other is not None:
+    if other not in (None, log):
         raise UsageError(
             f"{shortened(older_name)}: expected one log of each rank, got a newer one of rank {log.rank}, "
             f"{shortened(newer_name)}: the older one is left out"

@@ -260,9 +260,11 @@ class Graph:
             return view.posted[node.group, node.kind, node.peer, node.tag] >= node.number
         return view.issued[node.group] >= node.number
 
-    def behind(self, starts: Iterable[Node], *, through_threads: bool = True) -> Iterator[Node]:
+    def behind(
+        self, starts: Iterable[Node], *, through_threads: bool = True, only_unmet: bool = False
+    ) -> Iterator[Node]:
         """Yield ``starts`` and the nodes that they wait for, the nearest first. ``through_threads``:
-        also those for which others wait that would have to go on first."""
+        also those for which others wait that would have to go on first; ``only_unmet``: by needs that are never met."""
         ahead = deque(starts)
         seen = set[Node]()
         while ahead:
@@ -270,7 +272,8 @@ class Graph:
             if node not in seen:
                 seen.add(node)
                 yield node
-                nodes = (each for need in self.needs(node) for each in need.nodes)
+                needs = self.stuck.get(node, []) if only_unmet else self.needs(node)
+                nodes = (each for need in needs for each in need.nodes)
                 ahead += [each for each in nodes if through_threads or each.what != "free"]
 
     # Who is stuck
@@ -304,21 +307,12 @@ class Graph:
         """Why a stuck thread is: calls that are not made (or, of a call made, not ended), and the
         stuck threads that would have to make them; None: the rank is gone."""
         reasons: list[tuple[Node, Blocked | None]] = []
-        seen: set[Node] = set()
-        ahead = deque([blocked.awaits])
-        while ahead:
-            node = ahead.popleft()
-            if node in seen:
-                continue
-            seen.add(node)
-            for need in self.stuck.get(node, []):
+        for node in self.behind([blocked.awaits], through_threads=False, only_unmet=True):
+            for need in self.stuck.get(node, ()):
+                free = (each for each in need.nodes if each.what == "free")
+                reasons += [(node, self.views[each.rank].blocked[each.number]) for each in free]
                 if not need.nodes:
                     reasons.append((node, None))
-                for each in need.nodes:
-                    if each.what == "free":
-                        reasons.append((node, self.views[each.rank].blocked[each.number]))
-                    else:
-                        ahead.append(each)
         return reasons
 
     # Who is waited for, but not stuck

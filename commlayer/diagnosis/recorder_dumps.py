@@ -319,8 +319,6 @@ def read_dump(path: Path, data: bytes, written_ns: int, *, keeps_all: bool = Fal
     rank = rank_in_name(path.name, or_last_number=True)
     if rank is None:
         raise UsageError(f"{where}: expected a name with the rank, such as nccl_trace_rank_3: rename it")
-    collects = gc.isenabled()
-    gc.disable()  # a dump is a hundred thousand objects, none of which is garbage before it is read
     try:
         with _bounded_memory():
             if data[:1] == b"{":
@@ -330,7 +328,9 @@ def read_dump(path: Path, data: bytes, written_ns: int, *, keeps_all: bool = Fal
             if any(config.ranks[:1].isdigit() for config in content.pg_config.values()):  # torchcomms lists them so
                 _as_of_torch(where, content.entries)
             lost = content.entries[0].record_id if content.entries else 0
-            content.entries, num_left_out = _of_foreign(where, content.entries, keeps_all=keeps_all)
+            foreign = [entry for entry in content.entries if INNER_NAME not in entry.process_group]
+            num_left_out = len(content.entries) - len(foreign)
+            content.entries = foreign
             entries = _kept(content.entries, has_lost=lost > 0, keeps_all=keeps_all)
     except UsageError:
         raise
@@ -339,13 +339,16 @@ def read_dump(path: Path, data: bytes, written_ns: int, *, keeps_all: bool = Fal
             f"{where}: expected a dump of torch's Flight Recorder, got a damaged or foreign file: "
             f"{shortened(str(error) or type(error).__name__, 400)}. Copy it again, or remove it to go on without"
         ) from error
-    finally:
-        if collects:
-            gc.enable()
     if not re.fullmatch(r"[2-9]\d*\.\d+", content.version):
         raise UsageError(
             f"{where}: expected a dump of version 2.0 or later, got {shortened(content.version)}: record it with "
             "torch ≥ 2.4"
+        )
+    if num_left_out and (keeps_all or not content.entries):
+        raise UsageError(
+            f"{where}: expected all calls of each group, got those of commlayer's groups that run by no plan: torch's "
+            "recorder sees no others. Give the calls-*.json of the ranks, which a job writes into "
+            "COMMLAYER_DIAGNOSE_DIR when its calls hang"
         )
     if len({entry.pg_id for entry in content.entries if not entry.process_group[0]}) > 1:
         raise UsageError(
@@ -390,20 +393,6 @@ def _check_rank(where: str, rank: int, entries: Sequence[Entry], group_ranks: di
             )
 
 
-def _of_foreign(where: str, entries: list[Entry], *, keeps_all: bool) -> tuple[list[Entry], int]:
-    """The calls without those of commlayer's own groups, which are not all of a group's calls, and how many these
-    are. Raises UsageError where there are no others, or all calls are asked for."""
-    foreign = [entry for entry in entries if INNER_NAME not in entry.process_group]
-    num_left_out = len(entries) - len(foreign)
-    if num_left_out and (keeps_all or not foreign):
-        raise UsageError(
-            f"{where}: expected all calls of each group, got those of commlayer's groups that run by no plan: torch's "
-            "recorder sees no others. Give the calls-*.json of the ranks, which a job writes into "
-            "COMMLAYER_DIAGNOSE_DIR when its calls hang"
-        )
-    return foreign, num_left_out
-
-
 def _as_of_torch(where: str, entries: Sequence[Entry]) -> None:
     """Change what torchcomms' recorder notes in another way: calls are numbered from 0, and are retired when they have ended.
 
@@ -438,15 +427,20 @@ def rank_in_name(name: str, *, or_last_number: bool = False) -> int | None:
 
 @contextmanager
 def _bounded_memory() -> Iterator[None]:
-    """Inside, this process may take ``_MOST_MEMORY`` more address space; MemoryError is raised beyond."""
+    """Inside, this process may take ``_MOST_MEMORY`` more address space; MemoryError is raised beyond. No garbage is
+    collected: a dump is a hundred thousand objects, none of which is garbage before it is read."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     most = pages * resource.getpagesize() + _MOST_MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (most if soft == resource.RLIM_INFINITY else min(soft, most), hard))
+    collects = gc.isenabled()
+    gc.disable()
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        if collects:
+            gc.enable()
 
 
 def _ranks(text: str) -> tuple[int, ...]:

@@ -393,7 +393,7 @@ def _log(
         key=lambda group: group.call.issued_ns if group.call else 0,
     )
     begun = in_flight[:1] if only_oldest else in_flight
-    group_logs, calls = [], []
+    group_logs, calls = list[GroupLog](), list[CallLog]()
     for name, own in report.groups.items():
         group = groups[name]
         if group.fault and own.call is None:
