@@ -16,7 +16,7 @@ import math
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -377,7 +377,8 @@ def nccl_profile(runs: Iterable[NcclRun], *, name: str, base: Profile | None = N
                 f"{run.source}: ranks {shape_text(run.nodes)} do not fit a cluster of {shape}: import them by themselves, or "
                 "with a base of their shape"
             )
-        for key in _keys(run):
+        link, ranks = "inter" if len(run.nodes) > 1 else "intra", sum(run.nodes)
+        for key in [run.key] if run.key else [(name, link, ranks) for name in _TESTS[run.collective]]:
             behind[key].append(run)
             for size, time_us in run.times_us.items():
                 times[key][size] = min(time_us, times[key].get(size, time_us))
@@ -395,14 +396,6 @@ def nccl_profile(runs: Iterable[NcclRun], *, name: str, base: Profile | None = N
         return base.replace(**fields, environment={**base.environment, "backend": "nccl"})
     peaks, environment = _peaks(curves.values()), {"backend": "nccl"}
     return Profile.create(**fields, topology=shape, peaks=peaks, gather="remote", environment=environment)
-
-
-def _keys(run: NcclRun) -> Iterator[tuple[str, str, int]]:
-    if run.key:
-        yield run.key
-        return
-    for collective in _TESTS[run.collective]:
-        yield collective, "inter" if len(run.nodes) > 1 else "intra", sum(run.nodes)
 
 
 def _curve(key: tuple[str, str, int], sizes: Mapping[int, float], runs: Sequence[NcclRun]) -> Curve:

@@ -69,7 +69,11 @@ def select(traces: Sequence[RankTrace], window: Window | None = None) -> list[Se
     rank has marked."""
     window = window or Window()
     clocks = [trace.job_clock() for trace in traces]
-    begin_ns = min((_first(trace, clock) for trace, clock in zip(traces, clocks, strict=True)), default=0)
+    first_ns = []
+    for trace, clock in zip(traces, clocks, strict=True):
+        stamps = [call.enqueue_ns for call in trace.calls] + [mark.start_ns for mark in trace.marks]
+        first_ns.append(clock(min(stamps, default=trace.opened_ns)))
+    begin_ns = min(first_ns, default=0)
     since_ns = begin_ns + round((window.since_us or 0.0) * 1e3)
     until_ns = float("inf") if window.until_us is None else begin_ns + window.until_us * 1e3
     if window.step is not None and not any(_marked(trace, window.step) for trace in traces):
@@ -88,11 +92,6 @@ def select(traces: Sequence[RankTrace], window: Window | None = None) -> list[Se
         )
         selected.append(Selected(trace, calls, clock))
     return selected
-
-
-def _first(trace: RankTrace, clock: Callable[[int], int]) -> int:
-    stamps = [call.enqueue_ns for call in trace.calls] + [mark.start_ns for mark in trace.marks]
-    return clock(min(stamps, default=trace.opened_ns))
 
 
 def _marked(trace: RankTrace, step: int | None) -> list[Mark] | None:
