@@ -100,19 +100,17 @@ def plan_deepspeed_moe(model: nn.Module, *, kind: str = "auto", wire: DispatchWi
             layer.forward = MethodType(dispatching_forward(mover), layer)
     first = made[_key(layers[0])]
     if not isinstance(first, TokenDispatcher):  # which says it with its first tokens, when their way is known
-        say_first("DeepSpeed", lambda: _first_words(GroupCommunicator(layers[0].ep_group, "ep"), first))
+        ep = GroupCommunicator(layers[0].ep_group, "ep")
+        is_planned = isinstance(first, Communicator)
+        how = "replicated tokens by a Communicator" if is_planned else f"by DeepSpeed's own calls, because {first}"
+        exchange = f"DeepSpeed's MoE layers exchange tokens over EP {ep.size}"
+        say_first("DeepSpeed", lambda: f"{exchange}, planned {planned_from(ep)}; {how}")
 
 
 def _key(layer: Any) -> tuple[int, int]:
     """The group of a layer, and how many experts each of its ranks has: layers that have both alike
     share what moves tokens."""
     return id(layer.ep_group), layer.num_local_experts
-
-
-def _first_words(ep: GroupCommunicator, mover: Communicator | str) -> str:
-    is_planned = isinstance(mover, Communicator)
-    how = "replicated tokens by a Communicator" if is_planned else f"by DeepSpeed's own calls, because {mover}"
-    return f"DeepSpeed's MoE layers exchange tokens over EP {ep.size}, planned {planned_from(ep)}; {how}"
 
 
 def _mover(layer: Any, ep: GroupCommunicator, kind: str, wire: DispatchWire | str | None) -> _Mover:

@@ -80,7 +80,12 @@ class TitanTokens:
         Collective."""
         tokens, top_k = self.tokens, experts.shape[1]
         handle = tokens.prepare(experts.to(torch.int64), like=x, weights=scores)
-        self._say(handle)
+        decision, group = tokens.decision, tokens.grid.all
+        assert decision is not None  # of the call that was just prepared
+        say_first(
+            "torchtitan",
+            lambda: f"torchtitan's tokens go over {group.size} ranks by {decision.name}, planned {planned_from(group)}",
+        )
         if moves_choices(handle):
             order = torch.argsort(experts.reshape(-1), stable=True)
             token_of_row = order // top_k
@@ -104,14 +109,6 @@ class TitanTokens:
         scatter_add: Any = import_module("torchtitan.ops.scatter_add")
         summed: torch.Tensor = scatter_add.deterministic_scatter_add(torch.zeros_like(x), index, scored)
         return summed
-
-    def _say(self, handle: DispatchHandle) -> None:
-        grid, decision = self.tokens.grid, self.tokens.decision
-        name = handle.kind if decision is None else decision.name
-        say_first(
-            "torchtitan",
-            lambda: f"torchtitan's tokens go over {grid.all.size} ranks by {name}, planned {planned_from(grid.all)}",
-        )
 
 
 def _register() -> Any:

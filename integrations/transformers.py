@@ -53,7 +53,13 @@ def register_experts(
     Raises UsageError where transformers is too old to have the table, or ``name`` is one of its
     own.
     """
-    parallel: Any = _table()
+    try:
+        parallel: Any = import_module("transformers.distributed.expert_parallel")
+        table: Any = parallel.EPImplementationInterface
+    except (ImportError, AttributeError) as error:
+        raise UsageError(
+            f"register_experts needs transformers 5.23 or newer, which has a table of expert-parallel implementations: {error}"
+        ) from error
     if name in ("auto", "all_to_all", "all_reduce", "deepgemm_megamoe"):
         raise UsageError(f"register_experts: {name!r} is an implementation of transformers' own: take another name")
 
@@ -75,19 +81,8 @@ def register_experts(
         def __call__(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
             return self._spread(hidden_states, top_k_index, top_k_weights)
 
-    parallel.EPImplementationInterface.register(name, CommlayerEP)
+    table.register(name, CommlayerEP)
     return name
-
-
-def _table() -> Any:
-    try:
-        parallel = import_module("transformers.distributed.expert_parallel")
-        _ = parallel.EPImplementationInterface
-    except (ImportError, AttributeError) as error:
-        raise UsageError(
-            f"register_experts needs transformers 5.23 or newer, which has a table of expert-parallel implementations: {error}"
-        ) from error
-    return parallel
 
 
 class SpreadExperts:
@@ -138,7 +133,12 @@ class SpreadExperts:
         total, holders = x.shape[0], self._holders
         x, indices, weights = (take_share(each, holders) for each in (x, indices, weights))
         handle = self.tokens.prepare(indices.to(torch.int64), like=x, weights=weights, experts=self._compute)
-        self._say()
+        decision, group = self.tokens.decision, self.tokens.grid.all
+        assert decision is not None  # of the call that was just prepared
+        say_first(
+            "transformers",
+            lambda: f"tokens go to experts on {group.size} ranks by {decision.name}, planned {planned_from(group)}",
+        )
         if not moves_choices(handle):
             out, _ = self.tokens.run(x, handle, self._compute, weights)
             return gather_shares(out, holders, total)
@@ -163,11 +163,3 @@ class SpreadExperts:
         # A row of zeros, dropped again: its graph is that of the experts.
         nobody = experts.new_zeros(1, 1)
         return self._forward(rows.sum(dim=0, keepdim=True), nobody, rows.new_ones(1, 1))[:0].to(rows.dtype)
-
-    def _say(self) -> None:
-        decision, group = self.tokens.decision, self.tokens.grid.all
-        if decision is not None:
-            say_first(
-                "transformers",
-                lambda: f"tokens go to experts on {group.size} ranks by {decision.name}, planned {planned_from(group)}",
-            )
