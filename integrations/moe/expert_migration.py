@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -41,8 +42,7 @@ class ExpertMigration:
         optimizers: all of them; those that have no expert do no harm.
         placements: the new one of each layer, with experts that stay in their slots
             (:meth:`~commlayer.scheduler.placement.expert_placement.ExpertPlacement.settled_from`),
-            the same on all ranks.
-        node_of: of each rank of EP: copies come from the same node where they can.
+            the same on all ranks. Copies come from the same node where they can.
 
     Attributes:
         num_layers: that change. ``num_copies``: that move, of all ranks of EP. ``sent_bytes``: by
@@ -62,15 +62,14 @@ class ExpertMigration:
         group: GroupCommunicator,
         optimizers: Sequence[Optimizer],
         placements: Mapping[MoELayer, ExpertPlacement],
-        node_of: Sequence[int],
     ) -> None:
-        import numpy as np
-
         self._group, self._optimizers = group, optimizers
         self._placements = dict(placements)
         self._moves: dict[MoELayer, tuple[ExpertMove, ...]] = {}
         for layer, placement in self._placements.items():
-            self._moves[layer] = placement.moves_from(slots_of(layer).placement, np.asarray(node_of))
+            nodes = layer.dispatcher.grid.ep.nodes
+            node_of = [next(a for a, members in enumerate(nodes) if k in members) for k in range(placement.num_ranks)]
+            self._moves[layer] = placement.moves_from(slots_of(layer).placement, np.array(node_of))
         self._state = ExpertMessages(group)
         for layer in self._placements:
             for parameter in layer.experts.parameters():

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from commlayer.agree.messages import ControlMessage, Peers, from_first, require_alike
+from commlayer.agree.messages import require_alike
 from commlayer.collectives import GroupCommunicator
 from commlayer.integrations.mesh import FoldedMesh
 from commlayer.integrations.moe.expert_migration import ExpertMigration, moved_bytes
@@ -58,7 +58,6 @@ from commlayer.profiles.printable import say as say_on_stderr
 from commlayer.profiles.profile import Profile
 from commlayer.scheduler.placement.expert_placement import ExpertPlacement
 from commlayer.scheduler.placement.placement_price import ExpertWork
-from commlayer.settings import Settings
 
 __all__ = ["ExpertPlacer"]
 
@@ -73,12 +72,6 @@ class _Announced:
     reason: str
     promise: PlacementPromise | None = None
     spills: Sequence[bool] | None = None
-
-
-class _Nodes(ControlMessage, frozen=True):
-    """The node of each rank of an expert group."""
-
-    of_ranks: tuple[int, ...]
 
 
 class ExpertPlacer(AbstractContextManager["ExpertPlacer", None]):
@@ -146,15 +139,6 @@ class ExpertPlacer(AbstractContextManager["ExpertPlacer", None]):
         groups = [dist.new_group(list(ranks), backend="commlayer", group_desc="expert placement") for ranks in stages]
         (own,) = (each for each, ranks in zip(groups, stages, strict=True) if dist.get_rank() in ranks)
         self._group, self._world = GroupCommunicator(own, "dp"), dist.group.WORLD
-        # As rank 0 has them: other expert groups may lie otherwise.
-        nodes_of_ep = self._layers[0].dispatcher.grid.ep.nodes
-        node_of = tuple(
-            next(a for a, members in enumerate(nodes_of_ep) if rank in members)
-            for rank in range(sum(map(len, nodes_of_ep)))
-        )
-        peers, timeout_s = Peers.of(self._group.group), Settings.from_environment().timeout_s
-        agreed = from_first(_Nodes(node_of), _Nodes, peers, timeout_s, "to make an ExpertPlacer")
-        self._node_of = agreed.of_ranks
         pays_within = horizon or max(every, 1)
         self._rounds = PlacementRounds(self._layers, self._optimizers, self._group, every, pays_within, profile, work)
         self._migration: tuple[ExpertMigration, _Announced] | None = None
@@ -295,7 +279,7 @@ class ExpertPlacer(AbstractContextManager["ExpertPlacer", None]):
         both = zip(self._layers, placements, strict=True)
         changed = {layer: new for layer, new in both if (new.slots != slots_of(layer).placement.slots).any()}
         self._migration_times.begins()
-        migration = ExpertMigration(self._group, self._optimizers, changed, self._node_of)
+        migration = ExpertMigration(self._group, self._optimizers, changed)
         self._migration = migration, announced
         for layer in self._layers:
             slots_of(layer).are_changing = True
