@@ -40,7 +40,7 @@ from commlayer.transport.contract import (
 )
 from commlayer.transport.marks import mark_text
 from commlayer.transport.shared_memory.peers import SENT, Receive, Send, Waitable
-from commlayer.transport.shared_memory.shared_messages import Posting, SharedMemoryGroup
+from commlayer.transport.shared_memory.shared_messages import INLINE_BYTES, Posting, SharedMemoryGroup
 
 __all__ = ["ONE_CALL_BYTES", "GlooCall", "GlooOneCall", "GlooScript", "GlooStep", "GlooTransport", "is_one_call"]
 
@@ -241,25 +241,30 @@ class GlooStep:
     """One step as this transport posts it: messages to and from neighbours, through shared memory,
     and to and from others."""
 
-    __slots__ = ("far_receives", "far_sends", "moves", "near_receives", "near_sends", "op", "sums")
+    __slots__ = ("far_receives", "far_sends", "moves", "near_receives", "near_sends", "op", "shares", "sums")
 
     def __init__(self, op: Op, moves: Moves, sends: _Parted, receives: _Parted) -> None:
         self.op, self.moves = op, moves
         self.near_sends, self.far_sends = sends
         self.near_receives, self.far_receives = receives
+        near = (*self.near_sends, *self.near_receives)
+        self.shares = any(stop - start > INLINE_BYTES for _, _, _, start, stop in near)
+        """Whether a message to or from a neighbour lies in memory that they share, where its sender
+        may wait for its reader."""
         self.sums = tuple((each, [source.buffer in _CODED for source in each.sources]) for each in moves.reductions)
         """Each reduction, and which of its sources are encoded."""
 
 
 class GlooScript:
     """A plan as this transport posts it. ``receiving``: the steps that receive. ``is_one_call``: it
-    is one call of Gloo's own."""
+    is one call of Gloo's own. ``shares``: one of its steps does."""
 
-    __slots__ = ("is_one_call", "plan", "receiving", "steps")
+    __slots__ = ("is_one_call", "plan", "receiving", "shares", "steps")
 
     def __init__(self, plan: Plan, steps: tuple[GlooStep, ...], *, is_one_call: bool = False) -> None:
         self.plan, self.steps, self.is_one_call = plan, steps, is_one_call
         self.receiving = tuple(index for index, step in enumerate(steps) if step.near_receives or step.far_receives)
+        self.shares = any(step.shares for step in steps)
 
 
 class GlooCall:
@@ -279,6 +284,7 @@ class GlooCall:
         "_reduce",
         "_sends",
         "_sequence",
+        "_serves",
         "_started",
         "_steps",
         "_tag",
@@ -302,6 +308,10 @@ class GlooCall:
         self._started, self._timeout_s = time.monotonic(), timeout_s
         self._sequence = transport.sequence
         self._tag = FIRST_TAG + self._sequence % CALLS_IN_FLIGHT * MAX_TAGS
+        self._serves = script.shares
+        """Whether a neighbour may wait for this rank to take in what has come, or to go on sending,
+        while it waits for others. For small messages nobody does: a look would cost as much as
+        one."""
         self._sends: list[tuple[Waitable, int, int]] = []
         """Work, step, and the member that it goes to."""
         self._expected: dict[int, tuple[Receive | None, list[tuple[dist.Work, int]]]] = {}
@@ -352,9 +362,8 @@ class GlooCall:
             except RuntimeError as error:
                 raise self._explained(earlier, near.blamed, error) from error
         if far:
-            shared = self._transport.shared[self._steps[earlier].op]
-            if shared is not None:  # neighbours need not wait for what comes from far away
-                shared.serve()
+            if self._serves:  # neighbours need not wait for what comes from far away
+                self._serve(earlier)
             for work, member in far:
                 self._wait_for(work, earlier, member)
 
@@ -407,11 +416,18 @@ class GlooCall:
         for near_work, parcel in zip(near, step.near_sends, strict=True):
             if near_work is not SENT:
                 sends.append((near_work, index, parcel[0]))
+                self._serves = True
+
+    def _serve(self, index: int) -> None:
+        shared = self._transport.shared[self._steps[index].op]
+        if shared is not None:
+            shared.serve()
 
     def revise(self, index: int, step: GlooStep, buffers: Buffers) -> None:
         """Say what step ``index``, not posted yet, will do; posts its receives beside those that it
         had."""
         self._buffers = buffers
+        self._serves = self._serves or step.shares
         self._steps = (*self._steps[:index], step, *self._steps[index + 1 :])
         self._expect((index,))
 
@@ -419,9 +435,8 @@ class GlooCall:
         for index in list(self._expected):
             self.require(index, index)
         if self._sends:
-            shared = self._transport.shared[self._steps[self._sends[0][1]].op]
-            if shared is not None:  # as in require
-                shared.serve()
+            if self._serves:
+                self._serve(self._sends[0][1])
             for work, index, member in self._sends:
                 self._wait_for(work, index, member)
             self._sends.clear()
