@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from commlayer.calls.movement import Movement
 from commlayer.calls.ring import Call
@@ -27,7 +29,7 @@ _MAX_EXCHANGES = 64
 splits again."""
 
 
-class Ran(NamedTuple):
+class Ran(msgspec.Struct, frozen=True):
     """A plan that has been run. ``sent``: by this rank; ``under_way``: what a device still runs of
     it, None: nothing."""
 

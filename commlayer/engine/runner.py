@@ -95,7 +95,8 @@ class Runner:
         self.transport = transport
         self.kept = Kept[tuple[int, Hashable], Prepared](_MAX_KEPT)
         self._near = near
-        self._memory: dict[Buffer, CallMemory] = {}
+        self.memory: dict[Buffer, CallMemory] = {}
+        """The latest memory of each buffer that calls need beside their own: see :meth:`stage`."""
 
     def prepared(
         self, plan: Plan, key: Hashable, moves: Callable[[], tuple[Sequence[Moves], Mapping[Buffer, int]]]
@@ -156,7 +157,7 @@ class Runner:
     def stage(self, needed: int, buffer: Buffer, device: torch.device) -> CallMemory:
         """At least ``needed`` bytes for a call, kept between calls: allocating (and first touching)
         them costs as much as a copy."""
-        memory = self._memory.get(buffer)
+        memory = self.memory.get(buffer)
         if memory is None or memory.tensor.numel() < needed or memory.tensor.device != device:
-            memory = self._memory[buffer] = CallMemory(self.transport.memory(needed, device))
+            memory = self.memory[buffer] = CallMemory(self.transport.memory(needed, device))
         return memory
