@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Work
-from torch.autograd.graph import increment_version
 
 from commlayer.backend.exchanges import EVEN, check_splits, sent_bytes, splits_of
 from commlayer.backend.members import Members, Noted, Tensors
@@ -49,6 +48,7 @@ ONE_EACH_RANK = -1
 """One change for each rank of the group: Gloo copies a block at a time."""
 _STRIDED = torch.strided
 _TENSOR = torch.Tensor
+_increment_version = torch._C._increment_version  # torch.autograd.graph's own, without its look at what it is given
 Method = Callable[..., Work]
 
 
@@ -119,7 +119,7 @@ class Verb:
             written = [outputs] if isinstance(outputs, torch.Tensor) else outputs
             if written and not isinstance(written[0], torch.Tensor):
                 written = [each for row in written for each in row]
-            increment_version(written * (calls.members.size if changes == ONE_EACH_RANK else changes))
+            _increment_version(written * (calls.members.size if changes == ONE_EACH_RANK else changes))
 
         return task
 
@@ -269,7 +269,7 @@ def _issued_pair(row: Verb) -> Method:
 
 def pair(row: Verb) -> Method:
     """``input`` goes, ``output`` comes: one tensor each."""
-    options, collective, issue = row.options, row.collective, _issued_pair(row)
+    options, collective, body, issue = row.options, row.collective, row.task, _issued_pair(row)
     direct = row.direct or _NEVER
     inner, dtypes, scatters, refuses = direct.inner, direct.dtypes, direct.scatters, direct.refuses
 
@@ -283,15 +283,20 @@ def pair(row: Verb) -> Method:
         **named: Any,
     ) -> Work:
         order = self._order
-        if (
-            order.is_direct
-            and type(opts) is options
+        is_plain = (
+            type(opts) is options
             and type(input) is _TENSOR is type(output)
             and input.dtype in dtypes
             and input.is_cpu
+            and output.is_cpu
+            and input.layout is _STRIDED is output.layout
             and input.is_contiguous()
             and output.is_contiguous()
             and not (input.is_neg() or output.is_neg() or input.requires_grad or output.requires_grad)
+        )
+        if (
+            is_plain
+            and order.is_direct
             and order.latest is None
             and not order.progress.pending
             and (
@@ -321,6 +326,9 @@ def pair(row: Verb) -> Method:
                     return work
                 except Refused:
                     track.take_back(call)
+        if is_plain:
+            noted = input.dtype, input.nbytes, output.nbytes, None
+            return order.issue(opts, collective, noted, [output], body, self._calls, output, input, opts)
         if type(opts) is not options:
             opts = make(options, opts, timeout, named)
         return issue(self, output, input, opts)
