@@ -81,18 +81,16 @@ def _by_plan(
     if signatures is not None:
         compare_exchange(calls.order, output, input, received, sent, timeout_s)
     plan, planned = None, calls.inner.planned
-    if calls.is_planning and signatures is None and planned.never_plans_exchanges:
-        calls.never_plans_exchanges = True
+    if calls.is_planning and planned.never_plans_exchanges:
+        calls.never_plans_exchanges = signatures is None
     elif calls.is_planning:
         plan = planned.plan_all_to_all(max(input.nbytes, output.nbytes), timeout_s=timeout_s)
     if plan is None:
         return False
-    item = input.element_size()
     with torch._C._InferenceMode(True):
         source, target = as_bytes(input), landing(output)
-        sent_bytes_each = [count * item for count in _elements(input, sent, size)]
-        received_bytes_each = [count * item for count in _elements(output, received, size)]
-        into, splits = target.view(torch.uint8), (sent_bytes_each, received_bytes_each)
+        into = target.view(torch.uint8)
+        splits = _shares(input.nbytes, sent, size), _shares(into.nbytes, received, size)
         movement = Movement(plan, source, into, "split", splits=splits, dtype=input.dtype)
         calls.run(movement, input.nbytes, opts.timeout)
         land(output, target)
@@ -113,7 +111,7 @@ def compare_exchange(
     assert signatures is not None
     sequence, seconds = order.sequence + 1, timeout_s or order.inner.timeout.total_seconds()
     signatures.compare(sequence, f"all_to_all({input.dtype})", seconds)
-    sent_elements, expected_elements = _elements(input, sent, size), _elements(output, received, size)
+    sent_elements, expected_elements = _shares(input.numel(), sent, size), _shares(output.numel(), received, size)
     signatures.compare_splits(sequence, sent_elements, expected_elements, "elements", seconds)
 
 
@@ -128,12 +126,13 @@ def all_to_all_lists(calls: Calls, outputs: Tensors, inputs: Tensors, opts: Any)
         spread(arrived, outputs)
 
 
-def _elements(x: torch.Tensor, splits: Sequence[int], size: int) -> list[int]:
-    """Rows for each of ``size`` ranks (empty: even) → elements."""
+def _shares(total: int, splits: Sequence[int], size: int) -> list[int]:
+    """Rows for each of ``size`` ranks (empty: even) → of ``total`` elements, or bytes, each rank's."""
     if not splits:
-        return [x.numel() // size] * size
+        return [total // size] * size
     rows = sum(splits)
-    return [count * x.numel() // rows if rows else 0 for count in splits]
+    width = total // rows if rows else 0
+    return [count * width for count in splits]
 
 
 def check_lists(members: Members, outputs: Tensors, inputs: Tensors) -> None:

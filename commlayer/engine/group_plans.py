@@ -231,6 +231,8 @@ class Choices:
         self.reasons: Counter[str] = Counter()
         self.is_tried = settings.plan == TRIED
         self._forced = parse_plan(settings.plan) if settings.plan and not self.is_tried else None
+        self.is_forced = self._forced is not None
+        """Whether one plan is named for all calls."""
         self._is_ordered = settings.reduction == "ordered"
         self._plans = Kept[tuple[object, ...], Plan | str](_MAX_KEPT)
         self.experience = Experience(LinkRates(1.0, self.prices.rates))
@@ -309,11 +311,6 @@ class Choices:
         return self.prices.size > 1 and (
             self.prices.planner is not None or self._forced is not None or self._is_ordered or self.is_tried
         )
-
-    @property
-    def is_forced(self) -> bool:
-        """Whether one plan is named for all calls."""
-        return self._forced is not None
 
     def plan(
         self,

@@ -110,11 +110,10 @@ class PlannedGroup(Executor):
         the larger of what this rank sends and receives.
 
         Ranks see different numbers, and must decide alike: they decide by the largest of the
-        *previous* call, on which they agree in the background (the first call is flat). Where no
-        size could make a two-level plan pay nobody talks. Collective. Raises as :meth:`run`.
+        *previous* call, on which they agree in the background (the first call is flat). Not asked
+        where no size could make a two-level plan pay (:attr:`never_plans_exchanges`): nobody talks
+        then. Collective. Raises as :meth:`run`.
         """
-        if self.never_plans_exchanges:
-            return None
         if self.choices.is_forced:
             return self.plan_exchange(1)  # the size decides nothing, and may be 0 on some ranks only
         patience_s = timeout_s or self.timeout_s
