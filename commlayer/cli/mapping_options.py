@@ -497,17 +497,7 @@ def _loads(routing: Path | None, model: ModelShape) -> Loads | None:
 
 def _read_cluster(given: dict[str, Any], job: Job) -> Cluster:
     """Take what :func:`_cluster_options` gave out of ``given``, and return the cluster. Raises as :func:`read_request`."""
-    name, gpu, fabric = given.pop("cluster_name"), given.pop("gpu"), given.pop("fabric")
-    if _is_profile(name):
-        if gpu is None:
-            raise UsageError(
-                f"--cluster {name}: a measured profile says nothing about GPUs: add --gpu, one of {', '.join(hardware.GPUS)}"
-            )
-        cluster = Cluster.from_profile(profile_catalog.load_profile(name), hardware.GPUS[gpu])
-    else:
-        cluster = resolve_cluster(name)
-        if gpu is not None:
-            cluster = cluster.replace(gpu=hardware.GPUS[gpu], name=f"{cluster.name} with {hardware.GPUS[gpu].name}")
+    cluster, fabric = _named_cluster(given.pop("cluster_name"), given.pop("gpu")), given.pop("fabric")
     if cluster.is_one_node and cluster.inter is None:
         cluster, fabric = _joined(cluster, job, given, fabric), None
     if fabric is not None:
@@ -520,6 +510,28 @@ def _read_cluster(given: dict[str, Any], job: Job) -> Cluster:
         value = given.pop(kind)
         if value is not None:
             _, cluster = at_value(job, cluster, kind, value)
+    return cluster
+
+
+def _named_cluster(name: str, gpu: str | None) -> Cluster:
+    """The cluster of a name or in a file, declared or measured, with the GPU that was asked for; says where it was measured on
+    CPU ranks."""
+    if not _is_profile(name):
+        cluster = resolve_cluster(name)
+        if gpu is not None:
+            cluster = cluster.replace(gpu=hardware.GPUS[gpu], name=f"{cluster.name} with {hardware.GPUS[gpu].name}")
+    elif gpu is None:
+        raise UsageError(
+            f"--cluster {name}: a measured profile says nothing about GPUs: add --gpu, one of {', '.join(hardware.GPUS)}"
+        )
+    else:
+        cluster = Cluster.from_profile(profile_catalog.load_profile(name), hardware.GPUS[gpu])
+    if any(profile.environment.get("backend") == "gloo" for profile in cluster.measured):
+        echo_sentence(
+            f"note: {cluster.name} was measured on CPU ranks (Gloo): its links and copies are theirs, and no {cluster.gpu.name} has "
+            "such: measure with commlayer measure --device cuda, or take a known cluster (commlayer clusters)",
+            err=True,
+        )
     return cluster
 
 

@@ -396,6 +396,14 @@ def test_a_profile_needs_a_gpu() -> None:
     assert "--gpu" in call("estimate", *words, *ONE, status=2).stderr
 
 
+def test_a_profile_of_cpu_ranks_is_said_to_be_none_of_a_gpu() -> None:
+    words = [word if word != "h100-eos" else "emulated-2x8" for word in JOB]
+    said = " ".join(call("estimate", *words, "--gpu", "h100", "--ep", "8").stderr.split())
+    assert said.count("emulated-2x8 was measured on CPU ranks (Gloo)") == 1
+    assert "no H100 SXM 80GB has such" in said
+    assert "CPU ranks" not in call("estimate", *JOB, *ONE).stderr
+
+
 def test_a_config_of_hugging_face_is_a_model(tmp_path: Path) -> None:
     config = {
         "model_type": "mixtral",
