@@ -9,7 +9,7 @@ megatron/core/pipeline_parallel/schedules.py (interleaved 1F1B), and of Ulysses 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping.job import Job, Setup
@@ -24,9 +24,8 @@ from commlayer.scheduler.mapping.software import MEGATRON, STATE_BYTES, Software
 
 __all__ = ["megatron", "megatron_notes", "refuse"]
 
-_MERGED = ("--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute")
-"""The exchange of one micro-batch's tokens beside another's computation, and products for weights when gradients are on their
-way."""
+_Flags = dict[str, object]
+"""Flags without their dashes and what they say: True is a flag alone, False and None none; a tuple has several words."""
 _SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
 """The strategy of Megatron-FSDP, by ZeRO's stage."""
 
@@ -41,82 +40,6 @@ def megatron(job: Job, setup: Setup, software: Software = MEGATRON) -> list[str]
         GroupError: a batch that the mapping does not divide.
     """
     setup.micro_batches(job)
-    _check(job, setup)
-    return [
-        *_model(job.model),
-        *_degrees(setup),
-        *_pipeline(job.model, setup),
-        *_batch(job, setup),
-        *_moe(job, setup, software),
-        *(_MERGED if setup.schedule == "1f1b-overlap" else ()),
-        *_memory(job, setup),
-        *_state(setup, software),
-    ]
-
-
-def megatron_notes(job: Job, setup: Setup, software: Software = MEGATRON) -> tuple[str, ...]:
-    """Where the flags are the nearest thing and not the same."""
-    notes = []
-    if setup.recompute == "megascale":
-        notes.append(
-            "megascale recomputation drops also the gathered inputs and what dispatch brought (MegaScale-MoE, A.2); the "
-            "nearest of Megatron recomputes norms and the experts' activation: its activations are larger"
-        )
-    if setup.attention == "ulysses":
-        notes.append(
-            "Ulysses is a kind of context parallelism there (--cp-comm-type a2a): --context-parallel-size is tp × cp, and the "
-            "vocabulary is not split"
-        )
-    tp, kv_heads = _own_degrees(setup)[0], job.model.expanded_kv_heads
-    if tp > kv_heads:
-        notes.append(
-            f"needs core_v0.16 or later, which keeps copies of the {kv_heads} query groups on tp={tp} ranks; earlier ones refuse "
-            "more tp than query groups"
-        )
-    unknown = {"--rotary-base (10000)": job.model.rotary_base, "--norm-epsilon (1e-05)": job.model.norm_epsilon}
-    if flags := [flag for flag, value in unknown.items() if not value]:
-        notes.append(
-            f"Megatron-LM's defaults stand in for {' and '.join(flags)}: add them as your model's config.json has them"
-        )
-    kernels = software.kernels
-    if kernels is not None and kernels.name == "uccl":
-        notes.append("install UCCL-EP in place of DeepEP: it answers to the backend deepep")
-    notes += _notes_on_ways(setup, software)
-    if setup.precision == "fp8-deepgemm":
-        notes.append(
-            "DeepSeek's own kernels are no option there: the blockwise recipe has their format, and slower products (plan with "
-            "fp8-blockwise to see by how much)"
-        )
-    elif _stands_in_for_delayed(setup):
-        notes.append(
-            "the recipe is blockwise there, and not fp8's usual one, delayed, which cannot cast again what is computed again: "
-            "plan with fp8-blockwise or fp8-current to see what it takes"
-        )
-    if job.model.family.startswith("deepseek-v3") or job.model.name.startswith("deepseek-v3"):
-        notes.append("the router's scores and bias do not change the mapping: add their flags")
-    return tuple(notes)
-
-
-def _notes_on_ways(setup: Setup, software: Software) -> Iterator[str]:
-    """The notes on what goes beside computation, or into the host's memory."""
-    if software.dispatch_precision == "fp8":
-        yield "its all_to_all, DeepEP and Hybrid-EP send BF16 to the experts there: FP8 rows, as planned, are no option"
-    if setup.schedule == "1f1b-overlap":
-        yield (
-            "merged passes need Transformer Engine 2.8 or later, and more than 1 in CUDA_DEVICE_MAX_CONNECTIONS (32), although "
-            "tp and cp ask for 1 on Hopper"
-        )
-    if setup.offload != KEPT:
-        yield (
-            "offloading needs Transformer Engine's layers, and NVTE_CPU_OFFLOAD_V1=1 from its version 2.10 on; tensors of less "
-            "than 1,048,576 elements stay; add --fine-grained-offloading-max-inflight-offloads 1 where your version has it "
-            "(2026), without which copies that take longer than a layer hold more memory than planned"
-        )
-    if setup.zero >= 2:
-        yield f"ZeRO {setup.zero} is Megatron-FSDP there: unset CUDA_DEVICE_MAX_CONNECTIONS, or set more than 1"
-
-
-def _check(job: Job, setup: Setup) -> None:
     if not setup.folded and setup.cp > 1 and setup.ep > 1:
         raise UsageError(
             f"Megatron-Core cannot lay {setup} out: its ep={setup.ep} ranks are neighbours (folded over cp={setup.cp}), those "
@@ -127,6 +50,58 @@ def _check(job: Job, setup: Setup) -> None:
             f"Megatron-Core has no chunks of layers without a pipeline: got vpp={setup.vpp} with pp=1; set vpp=1"
         )
     refuse("Megatron-LM", f"{setup} of {job.model.name}", _limits(job, setup))
+    flags = (
+        _model(job.model) | _degrees(job, setup) | _moe(job, setup, software) | _memory(setup) | _state(setup, software)
+    )
+    words: list[str] = []
+    for name, value in flags.items():
+        if value is not False and value is not None:
+            values = () if value is True else value if isinstance(value, tuple) else (value,)
+            words += [f"--{name}", *map(str, values)]
+    return words
+
+
+def megatron_notes(job: Job, setup: Setup, software: Software = MEGATRON) -> tuple[str, ...]:
+    """Where the flags are the nearest thing and not the same."""
+    model, kernels = job.model, software.kernels
+    tp, kv_heads = _own_degrees(setup)[0], model.expanded_kv_heads
+    unknown = {"--rotary-base (10000)": model.rotary_base, "--norm-epsilon (1e-05)": model.norm_epsilon}
+    defaults = [flag for flag, value in unknown.items() if not value]
+    notes = {
+        "megascale recomputation drops also the gathered inputs and what dispatch brought (MegaScale-MoE, A.2); the "
+        "nearest of Megatron recomputes norms and the experts' activation: its activations are larger": (
+            setup.recompute == "megascale"
+        ),
+        "Ulysses is a kind of context parallelism there (--cp-comm-type a2a): --context-parallel-size is tp × cp, and the "
+        "vocabulary is not split": setup.attention == "ulysses",
+        f"needs core_v0.16 or later, which keeps copies of the {kv_heads} query groups on tp={tp} ranks; earlier ones refuse "
+        "more tp than query groups": tp > kv_heads,
+        f"Megatron-LM's defaults stand in for {' and '.join(defaults)}: add them as your model's config.json has them": (
+            bool(defaults)
+        ),
+        "install UCCL-EP in place of DeepEP: it answers to the backend deepep": (
+            kernels is not None and kernels.name == "uccl"
+        ),
+        "its all_to_all, DeepEP and Hybrid-EP send BF16 to the experts there: FP8 rows, as planned, are no option": (
+            software.dispatch_precision == "fp8"
+        ),
+        "merged passes need Transformer Engine 2.8 or later, and more than 1 in CUDA_DEVICE_MAX_CONNECTIONS (32), although "
+        "tp and cp ask for 1 on Hopper": setup.schedule == "1f1b-overlap",
+        "offloading needs Transformer Engine's layers, and NVTE_CPU_OFFLOAD_V1=1 from its version 2.10 on; tensors of less "
+        "than 1,048,576 elements stay; add --fine-grained-offloading-max-inflight-offloads 1 where your version has it "
+        "(2026), without which copies that take longer than a layer hold more memory than planned": setup.offload
+        != KEPT,
+        f"ZeRO {setup.zero} is Megatron-FSDP there: unset CUDA_DEVICE_MAX_CONNECTIONS, or set more than 1": setup.zero
+        >= 2,
+        "DeepSeek's own kernels are no option there: the blockwise recipe has their format, and slower products (plan with "
+        "fp8-blockwise to see by how much)": setup.precision == "fp8-deepgemm",
+        "the recipe is blockwise there, and not fp8's usual one, delayed, which cannot cast again what is computed again: "
+        "plan with fp8-blockwise or fp8-current to see what it takes": _stands_in_for_delayed(setup),
+        "the router's scores and bias do not change the mapping: add their flags": (
+            model.family.startswith("deepseek-v3") or model.name.startswith("deepseek-v3")
+        ),
+    }
+    return tuple(note for note, holds in notes.items() if holds)
 
 
 def refuse(trainer: str, what: str, limits: Mapping[str, bool]) -> None:
@@ -156,30 +131,26 @@ def _limits(job: Job, setup: Setup) -> Mapping[str, bool]:
             setup.vpp > 1 and micro_batches % setup.pp > 0
         ),
     }
-    unknown = {
+    without_flag = {
+        "a norm of queries and keys across all heads, or another vector of attention": (
+            model.vectors > 0 and not _has_head_norms(model)
+        ),
+        "a vector of layers with experts": model.moe_vectors > 0 and not _gates_shared(model),
+        "a bias of the last norm or of the head": model.end_vectors > 0,
+    }
+    unwritten = {
         "a model without experts": not model.moe_layers,
         "windows of attention": model.window is not None,
         "a gate of attention's output": model.gated_attention,
         **dict.fromkeys(mechanisms(model), True),
         "biases of experts": model.expert_vectors > 0,
     }
-    limits |= {f"{what} of {model.name} has no flag there": has for what, has in _without_flag(model).items()}
+    limits |= {f"{what} of {model.name} has no flag there": has for what, has in without_flag.items()}
     limits |= {
-        f"{what} of {model.name} has flags that this export does not write": has for what, has in unknown.items()
+        f"{what} of {model.name} has flags that this export does not write": has for what, has in unwritten.items()
     }
     return limits | {
         f"{name}={width} is no multiple of tp={by}": width % by > 0 for name, (width, by) in widths.items()
-    }
-
-
-def _without_flag(model: ModelShape) -> dict[str, bool]:
-    """Name the parameters that no flag of Megatron-LM gives a model, and say of each whether this model has it."""
-    return {
-        "a norm of queries and keys across all heads, or another vector of attention": (
-            model.vectors > 0 and not _has_head_norms(model)
-        ),
-        "a vector of layers with experts": model.moe_vectors > 0 and not _gates_shared(model),
-        "a bias of the last norm or of the head": model.end_vectors > 0,
     }
 
 
@@ -200,159 +171,129 @@ def _own_degrees(setup: Setup) -> tuple[int, int, int]:
     return setup.tp // sequence, setup.cp * sequence, sequence
 
 
-def _model(model: ModelShape) -> Iterator[str]:
-    yield from _flag("num-layers", model.layers)
-    yield from _flag("hidden-size", model.hidden)
-    yield from _attention(model)
-    yield from _experts(model)
-    if model.gated:
-        yield "--swiglu"
-    if not model.ties_embeddings:
-        yield "--untie-embeddings-and-output-weights"
-    if model.rotary_base:
-        yield from _flag("rotary-base", round(model.rotary_base))
-    if model.norm_epsilon:
-        yield from _flag("norm-epsilon", model.norm_epsilon)
-    yield "--disable-bias-linear"
-    yield from _flag("normalization", "RMSNorm")
-    yield from _flag("position-embedding-type", "rope")
-    yield from _flag("vocab-size", model.vocabulary)
+def _model(model: ModelShape) -> _Flags:
+    latent, has_groups = model.latent, model.kv_heads != model.heads
+    kinds = ",".join(str(int(is_moe)) for is_moe in layer_kinds(model))
+    leading = f"([0]*{model.dense_layers}+[1]*{model.moe_layers})"
+    attention: _Flags = {
+        "kv-channels": model.head_dim,
+        "group-query-attention": has_groups,
+        "num-query-groups": has_groups and model.kv_heads,
+    }
+    if latent is not None:
+        attention = {
+            "multi-latent-attention": True,
+            "q-lora-rank": latent.q_rank or None,
+            "kv-lora-rank": latent.kv_rank,
+            "qk-head-dim": latent.nope_dim,
+            "qk-pos-emb-head-dim": latent.rope_dim,
+            "v-head-dim": latent.value_dim,
+        }
+    return {
+        "num-layers": model.layers,
+        "hidden-size": model.hidden,
+        "num-attention-heads": model.heads,
+        **attention,
+        "add-qkv-bias": model.qkv_bias,
+        "qk-layernorm": _has_head_norms(model),
+        "ffn-hidden-size": model.dense_width or model.width,
+        "num-experts": model.experts,
+        "moe-ffn-hidden-size": model.width,
+        "moe-router-topk": model.top_k,
+        "moe-router-pre-softmax": model.top_k == 1,  # without it Megatron-Core refuses one expert a token
+        "moe-router-num-groups": model.router_groups > 1 and model.router_groups,
+        "moe-router-group-topk": model.router_groups > 1 and model.router_group_limit,
+        "moe-layer-freq": model.dense_layers > 0 and (f"([{kinds}])" if model.dense_at else leading),
+        "moe-shared-expert-intermediate-size": model.shared_width or None,
+        "moe-shared-expert-gate": _gates_shared(model),
+        "swiglu": model.gated,
+        "untie-embeddings-and-output-weights": not model.ties_embeddings,
+        "rotary-base": round(model.rotary_base) or None,
+        "norm-epsilon": model.norm_epsilon or None,
+        "disable-bias-linear": True,
+        "normalization": "RMSNorm",
+        "position-embedding-type": "rope",
+        "vocab-size": model.vocabulary,
+    }
 
 
-def _attention(model: ModelShape) -> Iterator[str]:
-    yield from _flag("num-attention-heads", model.heads)
-    if model.latent is not None:
-        yield "--multi-latent-attention"
-        if model.latent.q_rank:
-            yield from _flag("q-lora-rank", model.latent.q_rank)
-        yield from _flag("kv-lora-rank", model.latent.kv_rank)
-        yield from _flag("qk-head-dim", model.latent.nope_dim)
-        yield from _flag("qk-pos-emb-head-dim", model.latent.rope_dim)
-        yield from _flag("v-head-dim", model.latent.value_dim)
-    else:
-        yield from _flag("kv-channels", model.head_dim)
-        if model.kv_heads != model.heads:
-            yield "--group-query-attention"
-            yield from _flag("num-query-groups", model.kv_heads)
-    if model.qkv_bias:
-        yield "--add-qkv-bias"
-    if _has_head_norms(model):
-        yield "--qk-layernorm"
-
-
-def _experts(model: ModelShape) -> Iterator[str]:
-    """The FFNs of layers with experts, and of those without."""
-    yield from _flag("ffn-hidden-size", model.dense_width or model.width)
-    yield from _flag("num-experts", model.experts)
-    yield from _flag("moe-ffn-hidden-size", model.width)
-    yield from _flag("moe-router-topk", model.top_k)
-    if model.top_k == 1:
-        yield "--moe-router-pre-softmax"  # without it Megatron-Core refuses one expert a token
-    if model.router_groups > 1:
-        yield from _flag("moe-router-num-groups", model.router_groups)
-        yield from _flag("moe-router-group-topk", model.router_group_limit)
-    if model.dense_layers:
-        leading = f"([0]*{model.dense_layers}+[1]*{model.moe_layers})"
-        kinds = ",".join(str(int(is_moe)) for is_moe in layer_kinds(model))
-        yield from _flag("moe-layer-freq", f"([{kinds}])" if model.dense_at else leading)
-    if model.shared_width:
-        yield from _flag("moe-shared-expert-intermediate-size", model.shared_width)
-        if _gates_shared(model):
-            yield "--moe-shared-expert-gate"
-
-
-def _degrees(setup: Setup) -> Iterator[str]:
-    tp, cp, sequence = _own_degrees(setup)
-    yield from _flag("tensor-model-parallel-size", tp)
-    if tp > 1:
-        yield "--sequence-parallel"  # Megatron-Core demands it of MoE layers under tensor parallelism
-    yield from _flag("context-parallel-size", cp)
-    if sequence > 1:
-        if setup.cp == 1:
-            yield from _flag("cp-comm-type", "a2a")
-        else:
-            yield from (
-                "--cp-comm-type",
-                "a2a+p2p",
-                "--hierarchical-context-parallel-sizes",
-                str(sequence),
-                str(setup.cp),
-            )
-    yield from _flag("expert-model-parallel-size", setup.ep)
-    yield from _flag("expert-tensor-parallel-size", setup.etp)
-
-
-def _pipeline(model: ModelShape, setup: Setup) -> Iterator[str]:
-    yield from _flag("pipeline-model-parallel-size", setup.pp)
-    if model.mtp_layers:
-        yield from _flag("mtp-num-layers", model.mtp_layers)
-    if setup.pp == 1:
-        return
+def _degrees(job: Job, setup: Setup) -> _Flags:
+    """The degrees, the pipeline and the batch."""
+    model, (tp, cp, sequence) = job.model, _own_degrees(setup)
     stages = setup.pp * setup.vpp
-    if model.layers % stages or setup.pipeline_layout != EVEN_LAYOUT:
-        chunks = chunks_laid(model, setup.pipeline)
-        yield from _flag("pipeline-model-parallel-layout", written(chunks))
-    elif setup.vpp > 1:
-        yield from _flag("num-layers-per-virtual-pipeline-stage", model.layers // stages)
+    is_even = not model.layers % stages and setup.pipeline_layout == EVEN_LAYOUT
+    has_both = sequence > 1 and setup.cp > 1
+    return {
+        "tensor-model-parallel-size": tp,
+        "sequence-parallel": tp > 1,  # Megatron-Core demands it of MoE layers under tensor parallelism
+        "context-parallel-size": cp,
+        "cp-comm-type": sequence > 1 and ("a2a+p2p" if has_both else "a2a"),
+        "hierarchical-context-parallel-sizes": has_both and (sequence, setup.cp),
+        "expert-model-parallel-size": setup.ep,
+        "expert-tensor-parallel-size": setup.etp,
+        "pipeline-model-parallel-size": setup.pp,
+        "mtp-num-layers": model.mtp_layers or None,
+        "pipeline-model-parallel-layout": (
+            None if setup.pp == 1 or is_even else written(chunks_laid(model, setup.pipeline))
+        ),
+        "num-layers-per-virtual-pipeline-stage": setup.vpp > 1 and is_even and model.layers // stages,
+        "micro-batch-size": setup.micro_batch,
+        "global-batch-size": job.global_batch,
+        "seq-length": job.sequence,
+        "max-position-embeddings": job.sequence,
+    }
 
 
-def _batch(job: Job, setup: Setup) -> Iterator[str]:
-    yield from _flag("micro-batch-size", setup.micro_batch)
-    yield from _flag("global-batch-size", job.global_batch)
-    yield from _flag("seq-length", job.sequence)
-    yield from _flag("max-position-embeddings", job.sequence)
+def _moe(job: Job, setup: Setup, software: Software) -> _Flags:
+    kernels, is_by_calls = software.kernels, setup.exchange == "all_to_all"
+    flex = None  # kernels, where they dispatch (mapping/token_routes.py)
+    if kernels is not None and is_by_calls and setup.etp == 1 and job.capacity_factor is None:
+        flex = kernels.megatron
+    is_exchanged = is_by_calls and setup.ep * setup.etp > 1
+    is_dropped, is_merged = job.capacity_factor is not None, setup.schedule == "1f1b-overlap"
+    return {
+        "moe-token-dispatcher-type": "alltoall" if is_by_calls and flex is None else "flex" if flex else "allgather",
+        "moe-flex-dispatcher-backend": flex,
+        "moe-shared-expert-overlap": (
+            software.overlaps_shared and job.model.shared_width > 0 and is_exchanged and not setup.is_merged
+        ),
+        "moe-grouped-gemm": True,
+        "moe-expert-capacity-factor": is_dropped and f"{job.capacity_factor:g}",
+        "moe-pad-expert-input-to-capacity": is_dropped,
+        # The exchange of one micro-batch's tokens beside another's computation, and products for weights when gradients are on
+        # their way.
+        "overlap-moe-expert-parallel-comm": is_merged,
+        "delay-wgrad-compute": is_merged,
+    }
 
 
-def _moe(job: Job, setup: Setup, software: Software) -> Iterator[str]:
-    kernels = software.kernels
-    takes_kernels = setup.exchange == "all_to_all" and setup.etp == 1 and job.capacity_factor is None  # as token_routes
-    if kernels is None or not takes_kernels:
-        yield from _flag("moe-token-dispatcher-type", "alltoall" if setup.exchange == "all_to_all" else "allgather")
-    else:
-        yield from _flag("moe-token-dispatcher-type", "flex")
-        yield from _flag("moe-flex-dispatcher-backend", kernels.megatron)
-    is_exchanged = setup.exchange == "all_to_all" and setup.ep * setup.etp > 1
-    if software.overlaps_shared and job.model.shared_width and is_exchanged and not setup.is_merged:
-        yield "--moe-shared-expert-overlap"
-    yield "--moe-grouped-gemm"
-    if job.capacity_factor is not None:
-        yield from _flag("moe-expert-capacity-factor", f"{job.capacity_factor:g}")
-        yield "--moe-pad-expert-input-to-capacity"
-
-
-def _memory(job: Job, setup: Setup) -> Iterator[str]:
-    yield "--bf16"
-    yield from _precision(setup)
-    if setup.recompute == "megascale":
-        yield from ("--recompute-granularity", "selective", "--recompute-modules", "layernorm", "moe_act")
-    elif modules := modules_of(setup.recompute):
-        named = (module for module in MODULES if module in modules)
-        yield from ("--recompute-granularity", "selective", "--recompute-modules", *named)
-    elif setup.recompute == "full":
-        yield from ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
-    if setup.offload != KEPT:
-        yield from ("--fine-grained-activation-offloading", "--offload-modules", *setup.offload.split("+"))
-    if setup.zero >= 1:
-        yield "--use-distributed-optimizer"
-        yield "--overlap-param-gather"
-    yield "--overlap-grad-reduce"
-    if setup.zero >= 2:
-        yield "--use-megatron-fsdp"
-        yield from _flag("data-parallel-sharding-strategy", _SHARDING[setup.zero])
-        yield from _flag("ckpt-format", "fsdp_dtensor")
-
-
-def _precision(setup: Setup) -> Iterator[str]:
-    """The recipe by its name there. DeepSeek's own kernels have none: Transformer Engine's for the same format stand in."""
-    if setup.precision == "bf16":
-        return
+def _memory(setup: Setup) -> _Flags:
+    """What is kept: formats, activations, and the part of the state that each rank has."""
     recipe = RECIPES.get(setup.precision)
-    name = "blockwise" if setup.precision == "fp8-deepgemm" else recipe.megatron if recipe else ""
-    if _stands_in_for_delayed(setup):
-        name = "blockwise"
-    yield from _flag("fp8-format", "e4m3" if name in ("blockwise", "mxfp8") else "hybrid")
-    if name:
-        yield from _flag("fp8-recipe", name)
+    name = recipe.megatron if recipe else ""
+    if setup.precision == "fp8-deepgemm" or _stands_in_for_delayed(setup):
+        name = "blockwise"  # the same format, or what can be cast again
+    is_fp8, is_full = setup.precision != "bf16", setup.recompute == "full"
+    modules = ("layernorm", "moe_act")
+    if setup.recompute != "megascale":
+        modules = tuple(module for module in MODULES if module in modules_of(setup.recompute))
+    return {
+        "bf16": True,
+        "fp8-format": is_fp8 and ("e4m3" if name in ("blockwise", "mxfp8") else "hybrid"),
+        "fp8-recipe": is_fp8 and (name or None),
+        "recompute-granularity": "full" if is_full else "selective" if modules else None,
+        "recompute-modules": modules or None,
+        "recompute-method": is_full and "uniform",
+        "recompute-num-layers": "1" if is_full else None,
+        "fine-grained-activation-offloading": setup.offload != KEPT,
+        "offload-modules": setup.offload != KEPT and tuple(setup.offload.split("+")),
+        "use-distributed-optimizer": setup.zero >= 1,
+        "overlap-param-gather": setup.zero >= 1,
+        "overlap-grad-reduce": True,
+        "use-megatron-fsdp": setup.zero >= 2,
+        "data-parallel-sharding-strategy": _SHARDING.get(setup.zero),
+        "ckpt-format": setup.zero >= 2 and "fsdp_dtensor",
+    }
 
 
 def _stands_in_for_delayed(setup: Setup) -> bool:
@@ -362,8 +303,9 @@ def _stands_in_for_delayed(setup: Setup) -> bool:
     return setup.recompute == "megascale" or bool(modules_of(setup.recompute) & {"moe_act", "layernorm"})
 
 
-def _state(setup: Setup, software: Software) -> Iterator[str]:
-    """The formats of gradients, weights and optimizer state, and what of it is in the host's memory."""
+def _state(setup: Setup, software: Software) -> _Flags:
+    """The formats of gradients, weights and optimizer state, what of it is in the host's memory, and what kernels and graphs
+    there are (Megatron-Core's page on CUDA graphs, user-guide/features/cuda_graph)."""
     words = {size: word for word, size in STATE_BYTES.items() if word != "fp16"}  # of two bytes: bf16
     formats = {
         "main-grads-dtype": words[software.gradient_bytes],
@@ -371,36 +313,18 @@ def _state(setup: Setup, software: Software) -> Iterator[str]:
         "exp-avg-dtype": words[software.moment_bytes[0]],
         "exp-avg-sq-dtype": words[software.moment_bytes[1]],
     }
-    changed = {name: word for name, word in formats.items() if word != "fp32"}
-    if changed or software.offloaded_optimizer:  # offloading needs it too
-        yield "--use-precision-aware-optimizer"
-    for name, word in changed.items():
-        yield from _flag(name, word)
-    if "main-grads-dtype" in changed:
-        yield "--grad-reduce-in-bf16"
-    if software.keeps_fp8_weights and setup.precision != "bf16":
-        yield "--fp8-param-gather"
-    if software.keeps_fp8_activations:
-        yield "--activation-func-fp8-input-store"
-    if software.fuses_experts:
-        yield "--use-transformer-engine-op-fuser"
-    if software.graphs:
-        yield from _graphs(software)
-    if software.offloaded_optimizer:
-        yield "--optimizer-cpu-offload"
-        yield from _flag("optimizer-offload-fraction", f"{software.offloaded_optimizer:g}")
-
-
-def _graphs(software: Software) -> Iterator[str]:
-    """CUDA graphs, as Megatron-Core's page on them has their flags (user-guide/features/cuda_graph)."""
-    if "step" in software.graphs:
-        yield from _flag("cuda-graph-impl", "full_iteration")
-        return
+    changed: _Flags = {name: word for name, word in formats.items() if word != "fp32"}
     modules = {"attention": ("attn",), "router": ("moe_router", "moe_preprocess")}
-    yield from _flag("cuda-graph-impl", "transformer_engine")
-    yield "--cuda-graph-modules"
-    yield from (word for part in sorted(software.graphs) for word in modules[part])
-
-
-def _flag(name: str, value: object) -> tuple[str, str]:
-    return f"--{name}", str(value)
+    held = tuple(word for part in sorted(software.graphs - {"step"}) for word in modules[part])
+    return {
+        "use-precision-aware-optimizer": bool(changed) or software.offloaded_optimizer > 0,  # offloading needs it too
+        **changed,
+        "grad-reduce-in-bf16": "main-grads-dtype" in changed,
+        "fp8-param-gather": software.keeps_fp8_weights and setup.precision != "bf16",
+        "activation-func-fp8-input-store": software.keeps_fp8_activations,
+        "use-transformer-engine-op-fuser": software.fuses_experts,
+        "cuda-graph-impl": "full_iteration" if "step" in software.graphs else "transformer_engine" if held else None,
+        "cuda-graph-modules": held or None,
+        "optimizer-cpu-offload": software.offloaded_optimizer > 0,
+        "optimizer-offload-fraction": software.offloaded_optimizer > 0 and f"{software.offloaded_optimizer:g}",
+    }
