@@ -58,12 +58,8 @@ def export(trainer: str, job: Job, setup: Setup, software: Software = MEGATRON, 
     """
     if trainer not in TRAINERS:
         raise UsageError(f"export: expected {', '.join(TRAINERS[:-1])} or {TRAINERS[-1]}, got {trainer!r}")
-    if (
-        gpu is not None
-        and setup.precision == "fp8"
-        and (recipe := recipe_of("fp8", gpu)) is not None
-        and recipe.remakes
-    ):
+    recipe = None if gpu is None or setup.precision != "fp8" else recipe_of("fp8", gpu)
+    if recipe is not None and recipe.remakes:
         setup = replace(setup, precision=recipe.name)  # type: ignore[arg-type]  # whose name is a precision
     if trainer == "megatron":
         flags = megatron(job, setup, software)
@@ -131,8 +127,9 @@ def torchtitan(job: Job, setup: Setup) -> Section:
             True  # its graphs know no pipeline, and no exchange that asks the host
         )
     if setup.pp > 1:
+        one_way = "Interleaved1F1B" if setup.vpp > 1 else "1F1B"
         config["parallelism"] |= {
-            "pipeline_parallel_schedule": _torchtitan_schedule(setup),
+            "pipeline_parallel_schedule": "DualPipeV" if setup.schedule == "dualpipev" else one_way,
             "pipeline_parallel_microbatch_size": setup.micro_batch,
             "pipeline_parallel_first_stage_less_layers": 0,
             "pipeline_parallel_last_stage_less_layers": 0,
@@ -140,12 +137,6 @@ def torchtitan(job: Job, setup: Setup) -> Section:
         if setup.vpp not in _DEFAULT_CHUNKS:
             config["parallelism"]["pipeline_parallel_layers_per_stage"] = _layers_per_stage(job, setup)
     return config
-
-
-def _torchtitan_schedule(setup: Setup) -> str:
-    if setup.schedule == "dualpipev":
-        return "DualPipeV"
-    return "Interleaved1F1B" if setup.vpp > 1 else "1F1B"
 
 
 _TORCHTITAN_MODES = {"megascale": "selective"}

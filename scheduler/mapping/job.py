@@ -141,11 +141,19 @@ class Setup:
         if self.gpus % (self.tp * self.cp * self.pp) or self.gpus % (self.etp * self.ep * self.pp):
             # its message names the nearest degrees that do divide
             FoldedMapping(self.gpus, self.tp, self.cp, self.pp, self.ep, self.etp)
-        if self.schedule != "1f1b":
-            self._check_schedule()
+        if self.schedule != "1f1b" and (why := self._unfit_schedule()):
+            raise UsageError(f"schedule {self.schedule}: {why}")
         self._check_activations()
         if self.pipeline_layout != EVEN_LAYOUT:
-            self._check_layout()
+            object.__setattr__(self, "pipeline_layout", canonical_layout(self.pipeline_layout))
+        if self.pipeline_layout not in (EVEN_LAYOUT, AUTO_LAYOUT):
+            chunks, pipeline = len(parse_layout(self.pipeline_layout)), self.pipeline
+            if chunks != pipeline.num_chunks:
+                times = f" × vpp={self.vpp}" if self.vpp > 1 else ""
+                raise UsageError(
+                    f"pipeline layout {self.pipeline_layout}: it has {chunks} chunks, but pp={self.pp}{times} with "
+                    f"{self.schedule} makes {pipeline.num_chunks}: change it, pp or vpp"
+                )
         if not self.folded and (self.etp != self.tp or self.cp % (self.ep // math.gcd(self.ep, self.dp))):
             raise GroupError(
                 f"unfolded means etp = tp (got etp={self.etp}, tp={self.tp}) and ep={self.ep} a part of dp={self.dp} × "
@@ -164,33 +172,19 @@ class Setup:
         if why := unfit_offload(self.offload, self.recompute):
             raise UsageError(f"offload {self.offload}: {why}")
 
-    def _check_schedule(self) -> None:
-        why = unfit(self.schedule, self.pp, self.vpp)
-        if self.schedule == "1f1b-overlap" and self.ep == 1:
-            why = why or "there is no exchange of tokens to hide, got ep=1: take 1f1b"
-        if self.schedule == "1f1b-overlap" and self.exchange == "all_gather":
-            why = why or "it hides an exchange by all_to_all, got exchange=all_gather: set all_to_all"
+    def _unfit_schedule(self) -> str:
+        """Why the schedule does not go with the rest; empty where it does."""
         if self.recompute == "full":
-            why = why or "its merged layers cannot be computed again as a whole: set recompute to megascale or none"
+            return "its merged layers cannot be computed again as a whole: set recompute to megascale or none"
+        if why := unfit(self.schedule, self.pp, self.vpp):
+            return why
+        if self.schedule == "1f1b-overlap" and self.ep == 1:
+            return "there is no exchange of tokens to hide, got ep=1: take 1f1b"
+        if self.schedule == "1f1b-overlap" and self.exchange == "all_gather":
+            return "it hides an exchange by all_to_all, got exchange=all_gather: set all_to_all"
         if self.zero > 1 and self.pp > 1:
-            why = (
-                why
-                or f"its gradients are summed once a step, got zero={self.zero} with pp={self.pp}: set zero to 0 or 1"
-            )
-        if why:
-            raise UsageError(f"schedule {self.schedule}: {why}")
-
-    def _check_layout(self) -> None:
-        object.__setattr__(self, "pipeline_layout", canonical_layout(self.pipeline_layout))
-        if self.pipeline_layout == AUTO_LAYOUT:
-            return
-        chunks = parse_layout(self.pipeline_layout)
-        if len(chunks) != self.pipeline.num_chunks:
-            times = f" × vpp={self.vpp}" if self.vpp > 1 else ""
-            raise UsageError(
-                f"pipeline layout {self.pipeline_layout}: it has {len(chunks)} chunks, but pp={self.pp}{times} with "
-                f"{self.schedule} makes {self.pipeline.num_chunks}: change it, pp or vpp"
-            )
+            return f"its gradients are summed once a step, got zero={self.zero} with pp={self.pp}: set zero to 0 or 1"
+        return ""
 
     @property
     def dp(self) -> int:

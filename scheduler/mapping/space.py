@@ -33,7 +33,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
-from functools import cache, partial
 from itertools import groupby, product
 from typing import NamedTuple, get_args
 
@@ -228,29 +227,36 @@ def families(job: Job, cluster: Cluster, space: Space, software: Software = COMM
         for offload in dict.fromkeys(space.offload)
         for chain in recompute_chains(space.recompute_by(software), offload)
     ]
-    is_unfit = cache(partial(unfit_recomputation, job.model, cluster.gpu))
-    precisions = tuple(word for word in dict.fromkeys(space.precision) if not why_not(word, cluster.gpu))
+    model, gpu = job.model, cluster.gpu
+    precisions = tuple(word for word in dict.fromkeys(space.precision) if not why_not(word, gpu))
+    fit = {
+        (schedule, precision): [
+            (offload, recompute_ways(schedule, words))
+            for offload, chain in ways
+            if (words := [w for w in chain if not unfit_recomputation(model, gpu, w, precision, merges(schedule))])
+        ]
+        for schedule, precision in product(dict.fromkeys(space.schedule), precisions)
+    }
     exchanges, attentions = tuple(dict.fromkeys(space.exchange)), tuple(dict.fromkeys(space.attention))
     zeros = tuple(dict.fromkeys(space.zero))
     for pp, tp, cp, dp, batches in _attention_sides(job, cluster, space):
-        attention = _attentions(job, tp, attentions)
+        attention = attentions[:1]
+        if tp > 1:  # ulysses splits no widths
+            divides = model.shared_width % tp == 0 and model.dense_width % tp == 0
+            attention = tuple(kind for kind in attentions if divides or kind == "ulysses")
         for etp, ep, folded in _expert_sides(job, cluster, space, (pp, tp, cp, dp)):
             for (vpp, micro_batch, schedule), precision, kind in product(batches, precisions, attention):
-                if schedule == "1f1b-overlap" and ep == 1:
-                    continue  # which has no exchange to hide
                 sent = exchanges if ep * etp > 1 else exchanges[:1]
-                if schedule == "1f1b-overlap":
-                    sent = tuple(word for word in sent if word != "all_gather")
-                if not sent:
-                    continue
+                if schedule == "1f1b-overlap":  # which hides an exchange by all_to_all
+                    sent = tuple(word for word in sent if word != "all_gather" and ep > 1)
+                stages = zeros
+                if pp > 1 and merges(schedule):  # gradients are summed once a step
+                    stages = tuple(stage for stage in zeros if stage < 2)
                 layout = EVEN_LAYOUT if pp == 1 and space.pipeline_layout == AUTO_LAYOUT else space.pipeline_layout
                 own = (job.gpus, tp, cp, pp, ep, etp, vpp, micro_batch, precision, kind, folded, schedule, layout)
-                for offload, recompute in ways:
-                    fit = tuple(word for word in recompute if not is_unfit(word, precision, merges(schedule)))
-                    words = _ways(schedule, pp, fit, zeros)
-                    if words is None:
-                        continue
-                    yield Family(*own, offload, words[0], sent, words[1])
+                for offload, recompute in fit[schedule, precision]:
+                    if recompute and sent and stages:
+                        yield Family(*own, offload, recompute, sent, stages)
 
 
 def recompute_chains(words: Iterable[Recompute], offload: Offload = KEPT) -> list[tuple[Recompute, ...]]:
@@ -274,32 +280,18 @@ def recompute_ways(schedule: PipelineSchedule, words: Iterable[Recompute]) -> tu
     return tuple(word for word in words if word != "full" or not merges(schedule))
 
 
-def _ways(
-    schedule: PipelineSchedule, pp: int, recompute: tuple[Recompute, ...], zeros: tuple[int, ...]
-) -> tuple[tuple[Recompute, ...], tuple[int, ...]] | None:
-    """The ways of recomputation and the ZeRO stages that go with a schedule; None where none of either does."""
-    recompute = recompute_ways(schedule, recompute)
-    if merges(schedule):
-        zeros = zeros if pp == 1 else tuple(stage for stage in zeros if stage < 2)
-    return (recompute, zeros) if recompute and zeros else None
-
-
-def _attentions(job: Job, tp: int, allowed: tuple[Attention, ...]) -> tuple[Attention, ...]:
-    if tp == 1:
-        return allowed[:1]
-    divides = job.model.shared_width % tp == 0 and job.model.dense_width % tp == 0
-    return tuple(kind for kind in allowed if divides or kind == "ulysses")
-
-
 def _attention_sides(
     job: Job, cluster: Cluster, space: Space
 ) -> Iterator[tuple[int, int, int, int, list[tuple[int, int, PipelineSchedule]]]]:
     """pp, tp, cp, dp, and every (vpp, micro_batch, schedule) that goes with them."""
     model = job.model
+    uneven = {tp for tp in divisors(job.gpus) if any(number % tp for _, number in split_by_tp(model))}
     for pp in _divisors(job.gpus, space.pp, _most_chunks(job, space)):
         stage = job.gpus // pp
         for tp in _divisors(stage, space.tp, model.heads):
-            if not (_heads_divide(job, tp) and _is_within(tp, job, cluster, space)):
+            # latent attention has keys and values for every head, others a part or a multiple of tp
+            divides = model.latent is not None or model.kv_heads % tp == 0 or tp % model.kv_heads == 0
+            if not divides or tp in uneven or not _is_within(tp, job, cluster, space):
                 continue
             for cp in _divisors(stage // tp, space.cp, job.sequence):
                 if cp > 1 and model.needs_whole_sequences:
@@ -319,11 +311,10 @@ def _batches(job: Job, space: Space, pp: int, dp: int) -> Iterator[tuple[int, in
     for micro_batch in _divisors(each, space.micro_batch, each):
         count = each // micro_batch
         for vpp, schedule in product(_chunks(most, pp, count, space.vpp), schedules):
-            if schedule != "1f1b" and not _suits(schedule, most, pp, vpp, count):
-                continue
-            if is_spelt and num_chunks(schedule, pp, vpp) != most:
-                continue
-            yield vpp, micro_batch, schedule
+            chunks = num_chunks(schedule, pp, vpp)
+            is_fit = schedule == "1f1b" or (not unfit(schedule, pp, vpp, count) and chunks <= most)
+            if is_fit and (not is_spelt or chunks == most):
+                yield vpp, micro_batch, schedule
 
 
 def _most_chunks(job: Job, space: Space) -> int:
@@ -333,10 +324,6 @@ def _most_chunks(job: Job, space: Space) -> int:
         if space.pipeline_layout in (AUTO_LAYOUT, EVEN_LAYOUT)
         else len(parse_layout(space.pipeline_layout))
     )
-
-
-def _suits(schedule: PipelineSchedule, most: int, pp: int, vpp: int, micro_batches: int) -> bool:
-    return not unfit(schedule, pp, vpp, micro_batches) and num_chunks(schedule, pp, vpp) <= most
 
 
 def _chunks(layers: int, pp: int, micro_batches: int, allowed: tuple[int, ...] | None) -> list[int]:
@@ -367,13 +354,6 @@ def _expert_sides(
                 yield etp, ep, False
             if True in space.folded and not (unfolded and (beyond == 1 or within == cp)):
                 yield etp, ep, True
-
-
-def _heads_divide(job: Job, tp: int) -> bool:
-    model = job.model
-    if any(number % tp for _, number in split_by_tp(model)):
-        return False
-    return model.latent is not None or model.kv_heads % tp == 0 or tp % model.kv_heads == 0
 
 
 def _is_within(degree: int, job: Job, cluster: Cluster, space: Space) -> bool:
