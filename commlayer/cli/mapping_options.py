@@ -528,8 +528,9 @@ def _named_cluster(name: str, gpu: str | None) -> Cluster:
         cluster = Cluster.from_profile(profile_catalog.load_profile(name), hardware.GPUS[gpu])
     if any(profile.environment.get("backend") == "gloo" for profile in cluster.measured):
         echo_sentence(
-            f"note: {cluster.name} was measured on CPU ranks (Gloo): its links and copies are theirs, and no {cluster.gpu.name} has "
-            "such: measure with commlayer measure --device cuda, or take a known cluster (commlayer clusters)",
+            f"note: {cluster.name} was measured on CPU ranks (Gloo): its links and copies are theirs, and no "
+            f"{cluster.gpu.name} has such: measure with commlayer measure --device cuda, or take a known cluster "
+            "(commlayer clusters)",
             err=True,
         )
     return cluster

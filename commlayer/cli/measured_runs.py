@@ -152,20 +152,13 @@ def _read(path: str) -> list[tuple[Request, Setup, str]]:
 
 
 def _parsed(run: dict[str, Any], where: str) -> tuple[Request, Setup, str]:
+    values = [(name, each) for name, value in run.items() for each in (value if isinstance(value, list) else [value])]
+    words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in values]  # a flag where it is true
     try:
-        given = _run.make_context("run", _arguments(run)).params
+        given = _run.make_context("run", words).params
         text, request = given.pop("measured"), read_request(given)
         return request, read_setup(given, request.job.gpus), text
     except click.ClickException as error:
         raise UsageError(f"{where}: {shortened(error.format_message(), 400)}") from error
     except CommlayerError as error:
         raise UsageError(f"{where}: {error}") from error
-
-
-def _arguments(run: dict[str, Any]) -> list[str]:
-    """The options of a run as on a command line: a flag where the value is true."""
-    arguments = []
-    for name, value in run.items():
-        values = value if isinstance(value, list) else [value]
-        arguments += [f"--{name}" if each is True else f"--{name}={each}" for each in values]
-    return arguments

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -46,9 +46,6 @@ from commlayer.scheduler.mapping.run_fit import RunFit
 from commlayer.scheduler.mapping.search import SearchResult
 from commlayer.scheduler.mapping.search import search as search_mappings
 from commlayer.scheduler.mapping.variations import Alternative, Variation
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["search_command"]
 
@@ -104,7 +101,9 @@ def search_command(
     space = read_space(given)
     request.check(space)
     if len(sequences) > 1:
-        _refuse_for_several(asked)
+        options = {"top": "--top", "variants": "--variants", "trainer": "--export", "folder": "--output"}
+        if option := next((option for name, option in options.items() if name in asked), ""):
+            raise UsageError(f"{option} is of one --sequence: leave it out, or all lengths but one")
         way = Alternative(space=space, software=request.software, margin=margin)
         answer(
             request,
@@ -121,11 +120,19 @@ def search_command(
         result = search_mappings(
             request.job, estimator, space, top=top, distinct=not variants, margin=margin, progress=progress
         )
-    result = _with_notes(result, with_choices(result.shown, request))
+    noted = {each.setup: each for each in with_choices(result.shown, request)}
+    result = replace(
+        result,
+        ranked=tuple(noted.get(each.setup, each) for each in result.ranked),
+        kinds={kind: noted[each.setup] for kind, each in result.kinds.items()},
+    )
     reasons = explain(result)
     exported = _export(trainer, result, request, make)
     if picture is not None:
-        draw(picture, _figure(result))
+        from commlayer.drawing.mapping_figures import breakdown_figure, labelled
+
+        title = f"{result.job.model.name} on {counted(result.job.gpus, 'GPU')} of {result.cluster}"
+        draw(picture, breakdown_figure(labelled(result), title))
     if report is not None:
         from commlayer.drawing.mapping_report import write_search_report
 
@@ -139,20 +146,6 @@ def search_command(
         print_export(exported)
     else:
         _show(result, reasons)
-
-
-def _refuse_for_several(given: Collection[str]) -> None:
-    """Raise UsageError for an option of one length of sequences."""
-    for name, option in {"top": "--top", "variants": "--variants", "trainer": "--export", "folder": "--output"}.items():
-        if name in given:
-            raise UsageError(f"{option} is of one --sequence: leave it out, or all lengths but one")
-
-
-def _with_notes(result: SearchResult, shown: Sequence[StepEstimate]) -> SearchResult:
-    """The result with the mappings that are shown as they are in ``shown``, which have more notes."""
-    noted = {each.setup: each for each in shown}
-    ranked = tuple(noted.get(each.setup, each) for each in result.ranked)
-    return replace(result, ranked=ranked, kinds={kind: noted[each.setup] for kind, each in result.kinds.items()})
 
 
 def _notes(shown: Sequence[StepEstimate]) -> Iterator[str]:
@@ -178,13 +171,6 @@ def _export(
     slower = f", {chosen.step_us / result.best.step_us - 1:.1%} slower than the best" if place else ""
     echo_sentence(f"{which}: {chosen.setup} ({chosen.step_us / 1e3:,.1f} ms a step{slower})", err=True)
     return exported
-
-
-def _figure(result: SearchResult) -> Figure:
-    from commlayer.drawing.mapping_figures import breakdown_figure, labelled
-
-    title = f"{result.job.model.name} on {counted(result.job.gpus, 'GPU')} of {result.cluster}"
-    return breakdown_figure(labelled(result), title)
 
 
 def _show(result: SearchResult, reasons: list[str]) -> None:

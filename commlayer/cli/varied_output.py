@@ -27,7 +27,6 @@ from commlayer.scheduler.mapping.result import StepEstimate, kind_words
 from commlayer.scheduler.mapping.search import search
 from commlayer.scheduler.mapping.variations import (
     Alternative,
-    Crossover,
     Variation,
     Varied,
     VariedPoint,
@@ -81,7 +80,10 @@ def answer(
         varied = vary(
             request.job, request.cluster, variation, *ways, make=request.make, named=resolve, progress=progress
         )
-    _check_some(varied)
+    points = [point for each in varied.ways for point in each.points]
+    if not any(point.estimate for point in points):  # one value that cannot be is a line with a note
+        notes = dict.fromkeys(f"{point.value}: {point.note}" for point in points)
+        raise UsageError("no value can be estimated\n" + "\n".join(notes))
     if picture is not None:
         draw(picture, _figure(varied, measure))
     if report is not None:
@@ -102,14 +104,6 @@ def _held(request: Request, way: Alternative) -> Alternative:
     return replace(way, setup=now.best.setup)
 
 
-def _check_some(varied: Varied) -> None:
-    """One value that cannot be is a line with a note; all of them are a mistake."""
-    points = [point for each in varied.ways for point in each.points]
-    if not any(point.estimate for point in points):
-        notes = dict.fromkeys(f"{point.value}: {point.note}" for point in points)
-        raise UsageError("no value can be estimated\n" + "\n".join(notes))
-
-
 def _figure(varied: Varied, measure: str) -> Figure:
     from commlayer.drawing.mapping_figures import FigureLine, curves_figure
 
@@ -119,55 +113,48 @@ def _figure(varied: Varied, measure: str) -> Figure:
     lines = []
     for each in varied.ways:
         results = [of(point.estimate) if point.estimate else None for point in each.points]
-        lines.append(
-            FigureLine(
-                each.way.name or label, [(float(place), result) for place, result in zip(places, results, strict=True)]
-            )
-        )
+        lines.append(FigureLine(each.way.name or label, list(zip(map(float, places), results, strict=True))))
+    marks, crossing = [], varied.crossover
+    faster = crossing.at_low if crossing else ""
+    for at in crossing.crossings if crossing else ():
+        before, faster = faster, crossing.second if faster == crossing.first else crossing.first
+        marks.append((at, f"{at:.4g}: {before} is faster below, {faster} above"))
     return curves_figure(
         lines,
         f"{varied.job.model.name} on {varied.cluster}" + f", {counted(varied.job.gpus, 'GPU')}" * (kind != "gpus"),
         _LABELS[kind],
         label,
-        crossings=_marks(varied.crossover) if varied.crossover else [],
+        crossings=marks,
         percent=measure == "mfu",
         words=[str(value) for value in values] if kind in WORDS else (),
     )
 
 
-def _marks(crossing: Crossover) -> list[tuple[float, str]]:
-    """Where two ways cross, and which is the faster one on which side."""
-    faster = crossing.at_low
-    marks = []
-    for at in crossing.crossings:
-        before, faster = faster, crossing.second if faster == crossing.first else crossing.first
-        marks.append((at, f"{at:.4g}: {before} is faster below, {faster} above"))
-    return marks
-
-
 _COLUMNS = ["way", "value", "~mapping", ">step ms", ">tokens/s", ">MFU", ">exposed"]
-
-
-def _rows(varied: Varied) -> list[list[str]]:
-    return [_cells(each.way.name, point) for each in varied.ways for point in each.points]
 
 
 def _written(value: float | int | str) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _cells(way: str, point: VariedPoint) -> list[str]:
+def _cells(way: str, point: VariedPoint, name: str = "") -> list[str]:
+    """A row of :data:`_COLUMNS`. ``name``: of the mapping, where it has a shorter one."""
     value, estimate = _written(point.value), point.estimate
     if estimate is None:
         return [way, value, *"–––––"]
-    return [way, value, *speed_cells(estimate), f"{exposed_share(estimate):.1%}"]
+    mapping, *speed = speed_cells(estimate)
+    return [way, value, name or mapping, *speed, f"{exposed_share(estimate):.1%}"]
 
 
 def _sentences(varied: Varied) -> list[str]:
     sentences, crossing = [], varied.crossover
     for each in varied.ways:
         lead = f"{each.way.name}: " if each.way.name else ""
-        sentences += [f"{lead}{words}" for words in _not_estimated(each)]
+        refused: dict[str, list[str]] = {}
+        for point in each.points:
+            if point.estimate is None:
+                refused.setdefault(point.note, []).append(_written(point.value))
+        sentences += [f"{lead}no estimate at {', '.join(where)}: {note}" for note, where in refused.items()]
         if each.way.setup is not None:
             sentences.append(f"{lead}{each.way.setup} at every value")
         if (change := _change(varied.variation.kind, each)) and crossing is None:
@@ -178,15 +165,6 @@ def _sentences(varied: Varied) -> list[str]:
     elif len(varied.ways) > 1 and varied.variation.kind not in WORDS and len(varied.variation.values) > 1:
         sentences.append("nothing crosses: both run at fewer than two of the values")
     return sentences
-
-
-def _not_estimated(each: VariedWay) -> list[str]:
-    """Say why values have no estimate: each reason once."""
-    values: dict[str, list[str]] = {}
-    for point in each.points:
-        if point.estimate is None:
-            values.setdefault(point.note, []).append(_written(point.value))
-    return [f"no estimate at {', '.join(where)}: {note}" for note, where in values.items()]
 
 
 def _notes(request: Request, varied: Varied) -> list[str]:
@@ -259,7 +237,10 @@ def _show(request: Request, varied: Varied) -> None:
     software = " and ".join(dict.fromkeys(each.way.software.name for each in varied.ways))
     echo_sentence(_headline(request, varied, software))
     echo_sentence(f"varied: {_LABELS[varied.variation.kind]}\n")
-    rows, same = _short_rows(varied)
+    points = [(each.way.name, point) for each in varied.ways for point in each.points]
+    names, same = short_mappings([point.estimate.setup for _, point in points if point.estimate])
+    mappings = iter(names)
+    rows = [_cells(way, point, next(mappings) if point.estimate else "") for way, point in points]
     kept = [index for index in range(len(_COLUMNS)) if index or any(row[0] for row in rows)]
     spare = [kept.index(_COLUMNS.index(name)) for name in (">exposed", ">tokens/s")]
     print_table([_COLUMNS[index] for index in kept], [[row[index] for index in kept] for row in rows], spare=spare)
@@ -268,17 +249,6 @@ def _show(request: Request, varied: Varied) -> None:
     echo()
     for sentence in _sentences(varied):
         echo_sentence(sentence)
-
-
-def _short_rows(varied: Varied) -> tuple[list[list[str]], str]:
-    """The rows with mappings as short as they are told apart, and what all of these have."""
-    points = [point for each in varied.ways for point in each.points]
-    names, same = short_mappings([point.estimate.setup for point in points if point.estimate])
-    rows, given = _rows(varied), iter(names)
-    for row, point in zip(rows, points, strict=True):
-        if point.estimate:
-            row[2] = next(given)
-    return rows, same
 
 
 def _write_report(path: Path, request: Request, varied: Varied) -> None:
@@ -301,7 +271,7 @@ def _write_report(path: Path, request: Request, varied: Varied) -> None:
         f"What if: {label}",
         [_headline(request, varied, request.software.name)],
         _sentences(varied),
-        (_COLUMNS, _rows(varied)),
+        (_COLUMNS, [_cells(each.way.name, point) for each in varied.ways for point in each.points]),
         figures,
     )
     tell("report", path)

@@ -53,7 +53,10 @@ def values_of(
     ends = _number(kind, low, "--from"), _number(kind, high, "--to")
     if kind in _NUMBERS:
         return _spread(*ends, points or _POINTS)
-    return _doubled(int(ends[0]), int(ends[1]))
+    doubled = [int(ends[0])]  # in between most degrees would not divide
+    while doubled[-1] * 2 < ends[1]:
+        doubled.append(doubled[-1] * 2)
+    return (*doubled, int(ends[1]))
 
 
 def _spread(low: float, high: float, points: int) -> tuple[float, ...]:
@@ -64,30 +67,17 @@ def _spread(low: float, high: float, points: int) -> tuple[float, ...]:
     return (low, *(low + (high - low) * place for place in places), high)
 
 
-def _doubled(low: int, high: int) -> tuple[int, ...]:
-    """The values from the least on, twice as many each; the greatest last. In between most degrees would not divide."""
-    found = [low]
-    while found[-1] * 2 < high:
-        found.append(found[-1] * 2)
-    return (*found, high)
-
-
 def _value(kind: str, word: str, option: str) -> float | int | str:
     if kind not in WORDS:
         return _number(kind, word, option)
     if not word:
         raise UsageError(f"{option} of {kind}: expected names between commas, got none")
-    if kind == "gpu":
-        _check_gpu(word, option)
+    if kind == "gpu":  # known before anything is searched for the values beside it
+        try:
+            resolve(word)
+        except UsageError as error:
+            raise UsageError(f"{option} of gpu: {error}") from error
     return word
-
-
-def _check_gpu(cluster: str, option: str) -> None:
-    """Ask for the cluster whose GPU is meant, before anything is searched for the values beside it."""
-    try:
-        resolve(cluster)
-    except UsageError as error:
-        raise UsageError(f"{option} of gpu: {error}") from error
 
 
 def _number(kind: str, given: float | str, option: str) -> float | int:
