@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from commlayer.profiles.errors import PlanError, UsageError
 from commlayer.profiles.links import Peaks, Resource
@@ -134,10 +134,6 @@ class Cluster:
         """Whether the cluster was measured, on one node."""
         return bool(self.measured) and all(Topology.parse(profile.topology).num_nodes == 1 for profile in self.measured)
 
-    @property
-    def kind(self) -> Literal["declared", "profile"]:
-        return "profile" if self.measured else "declared"
-
     def on(self, fabric: str) -> Cluster:
         """The same cluster on a network of another kind, of FABRICS. Raises UsageError for an unknown one, or a measured
         cluster."""
@@ -184,9 +180,17 @@ class Cluster:
             PlanError: a measured cluster on which no such group was measured; a group that does not fit the domains.
         """
         profile = self._profiles.get(nodes)
-        if profile is None:
-            is_measured = self.measured and (self.inter is None or len(nodes) == 1)
-            profile = self._profiles[nodes] = self._with_copies(nodes) if is_measured else self._declared_of(nodes)
+        if profile is not None:
+            return profile
+        if not self.measured or (self.inter is not None and len(nodes) > 1):
+            profile = self._declared_of(nodes)
+        else:
+            profile = self._measured_of(nodes)
+            if self.device is not None:  # a joined cluster has the copies that its profile lacks
+                known = {curve.key for curve in profile.curves}
+                lacking = [curve for curve in curves_of_group(self, (1,)) if curve.key not in known]
+                profile = profile.replace(curves=(*profile.curves, *lacking)) if lacking else profile
+        self._profiles[nodes] = profile
         return profile
 
     def _declared_of(self, nodes: tuple[int, ...]) -> Profile:
@@ -210,15 +214,6 @@ class Cluster:
             curves=curves.values(),
             interference=self.interference,
         )
-
-    def _with_copies(self, nodes: tuple[int, ...]) -> Profile:
-        """The measured profile of a group; in a joined cluster with the copies that it lacks."""
-        profile = self._measured_of(nodes)
-        if self.device is None:
-            return profile
-        known = {curve.key for curve in profile.curves}
-        copies = [curve for curve in curves_of_group(self, (1,)) if curve.key not in known]
-        return profile.replace(curves=(*profile.curves, *copies)) if copies else profile
 
     def _measured_of(self, nodes: tuple[int, ...]) -> Profile:
         for profile in self.measured:

@@ -51,35 +51,55 @@ def explain(result: SearchResult) -> list[str]:
         lines.append("Of a runner-up nothing is known: only the fastest was asked for.")
     else:
         lines.append("There is no runner-up: nothing else fits.")
-    lines += _other_kind(result)
-    lines += [_waits(best), _memory(best) + _margin(result.margin), *_variants(result), *describe_validity(best)[:1]]
-    return [*lines, *_equals(result)]
+    other = result.best_unfolded if best.setup.folded else result.best_folded
+    kind_word = "unfolded" if best.setup.folded else "folded"
+    compared = [*list(result.kinds.values())[1:2], *result.ranked[1:2]]
+    if other is None:
+        lines.append(f"No {kind_word} mapping was searched that fits.")
+    elif compared and other.setup == compared[0].setup:
+        lines.append(f"That is also the best {kind_word} one.")
+    else:
+        lines.append(f"Against the best {kind_word} one, {compare_estimates(best, other)}")
+    return [*lines, *_costs(best, result.margin), *_alike(result)]
 
 
-def _margin(margin: float) -> str:
-    return f" A margin of {margin:.0%} was to be left." if margin else ""
-
-
-def _variants(result: SearchResult) -> list[str]:
-    named = {setup: same for setup, same in result.variants.items() if same}
-    if not named:
-        return []
-    best = ", ".join(map(str, named.get(result.best.setup, ())))
-    count = sum(map(len, named.values()))
-    return [f"{count} more only rename an axis of these, and are not ranked{f'; of the best: {best}' if best else ''}."]
-
-
-def _equals(result: SearchResult) -> list[str]:
-    """Which mappings are equal within what is known."""
-    first, *others = result.equal
-    if not others or result.best.validity is None:
-        return []
-    numbers = _and([str(number) for number in others])
-    which = f"number {numbers}" if len(others) == 1 else f"numbers {numbers}"
+def _costs(best: StepEstimate, margin: float) -> list[str]:
+    """What the best waits for, and how much memory it leaves."""
+    exposed = sorted(((us, lane) for lane, us in best.exposed_us.items() if us > 0), reverse=True)
+    total, lanes = sum(us for us, _ in exposed), [f"{lane} {_ms(us)}" for us, lane in exposed]
+    waits = ", then ".join(f"{name} ({_ms(us)})" for name, us in best.waits_us.items())
+    waiting = f"All communication is hidden{f'; it waits for {waits}' if waits else ''}."
+    if exposed:
+        waiting = (
+            f"It waits longest for {waits}; {_ms(total)} of communication ({total / best.step_us:.1%}) is "
+            f"hidden by nothing: {_and(lanes)}."
+        )
+    used, limit = best.memory.total, best.memory_limit
     return [
-        f"Within what is known number {first} is no faster than {which} of these {len(result.shown)}, whose intervals meet its "
-        "own: choose by a run of each, or what is simpler or takes less memory."
+        waiting,
+        f"The fullest GPU has {used / 1e9:.1f} of {limit / 1e9:.1f} GB in use ({describe_memory(best.memory)}): "
+        f"{(limit - used) / 1e9:.1f} GB ({1 - used / limit:.0%}) are left."
+        + (f" A margin of {margin:.0%} was to be left." if margin else ""),
     ]
+
+
+def _alike(result: SearchResult) -> list[str]:
+    """Which mappings only rename an axis, how sure the best's time is, and which are equal within what is known."""
+    lines = []
+    if count := sum(map(len, result.variants.values())):
+        names = ", ".join(map(str, result.variants.get(result.best.setup, ())))
+        of_best = f"; of the best: {names}" if names else ""
+        lines.append(f"{count} more only rename an axis of these, and are not ranked{of_best}.")
+    lines += describe_validity(result.best)[:1]
+    first, *others = result.equal
+    if others and result.best.validity is not None:
+        numbers = _and([str(number) for number in others])
+        lines.append(
+            f"Within what is known number {first} is no faster than number{'s' * (len(others) > 1)} {numbers} of "
+            f"these {len(result.shown)}, whose intervals meet its own: choose by a run of each, or what is simpler or takes less "
+            "memory."
+        )
+    return lines
 
 
 def compare_estimates(faster: StepEstimate, slower: StepEstimate) -> str:
@@ -127,39 +147,6 @@ def _differences(one: Mapping[str, float], other: Mapping[str, float]) -> list[t
     """By how much the parts of ``other`` are longer, the largest difference first."""
     found = ((other.get(name, 0.0) - one.get(name, 0.0), name) for name in {**one, **other})
     return sorted(found, key=lambda each: (-abs(each[0]), each[1]))
-
-
-def _other_kind(result: SearchResult) -> list[str]:
-    best = result.best
-    other = result.best_unfolded if best.setup.folded else result.best_folded
-    kind = "unfolded" if best.setup.folded else "folded"
-    if other is None:
-        return [f"No {kind} mapping was searched that fits."]
-    compared = [*list(result.kinds.values())[1:2], *result.ranked[1:2]]
-    if compared and other.setup == compared[0].setup:
-        return [f"That is also the best {kind} one."]
-    return [f"Against the best {kind} one, {compare_estimates(best, other)}"]
-
-
-def _waits(best: StepEstimate) -> str:
-    exposed = sorted(((us, lane) for lane, us in best.exposed_us.items() if us > 0), reverse=True)
-    waits = ", then ".join(f"{name} ({_ms(us)})" for name, us in best.waits_us.items())
-    if not exposed:
-        return f"All communication is hidden{f'; it waits for {waits}' if waits else ''}."
-    total = sum(us for us, _ in exposed)
-    lanes = _and([f"{lane} {_ms(us)}" for us, lane in exposed])
-    return (
-        f"It waits longest for {waits}; {_ms(total)} of communication ({total / best.step_us:.1%}) is "
-        f"hidden by nothing: {lanes}."
-    )
-
-
-def _memory(best: StepEstimate) -> str:
-    used, limit = best.memory.total, best.memory_limit
-    return (
-        f"The fullest GPU has {used / 1e9:.1f} of {limit / 1e9:.1f} GB in use ({describe_memory(best.memory)}): "
-        f"{(limit - used) / 1e9:.1f} GB ({1 - used / limit:.0%}) are left."
-    )
 
 
 def _changes(one: Setup, other: Setup) -> str:

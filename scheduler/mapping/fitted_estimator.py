@@ -13,7 +13,7 @@ from commlayer.scheduler.mapping.result import Memory, StepEstimate
 from commlayer.scheduler.mapping.run_fit import FADE, RunFit
 from commlayer.scheduler.mapping.simulate import Estimator
 from commlayer.scheduler.mapping.software import COMMLAYER, Software
-from commlayer.scheduler.mapping.validity import CaseKind, Validity, after_fit, kind_of, widened
+from commlayer.scheduler.mapping.validity import CaseKind, after_fit, kind_of, widened
 from commlayer.scheduler.programs import Item
 
 __all__ = ["FittedEstimator"]
@@ -62,8 +62,17 @@ class FittedEstimator(Estimator):
 
     def estimate(self, setup: Setup, *, detail: bool = True) -> StepEstimate:
         found = self._of(setup).estimate(setup, detail=detail)
-        notes = (*found.notes, self.fit.note(self._kind(setup)))
-        validity = found.validity and _validity(self.fit, found, found.validity)
+        notes, validity, fit = (*found.notes, self.fit.note(self._kind(setup))), found.validity, self.fit
+        if validity is not None:
+            differs = fit.differences(validity.kind)
+            surprises = fit.faded(validity.kind).surprises
+            if differs is not None and surprises:  # published runs say little of their kind
+                validity = widened(validity, surprises)
+            elif differs is not None and len(differs) < len(FADE):
+                validity = after_fit(validity, len(differs))
+            # runs of this very case are in its interval
+            if own := [run.step_us / found.step_us - 1 for run in fit.runs if run.is_of(found)]:
+                validity = replace(widened(validity, own), own=min(own))
         return replace(found, notes=notes, validity=validity)
 
     def _kind(self, setup: Setup) -> CaseKind:
@@ -81,15 +90,3 @@ class FittedEstimator(Estimator):
             made.notes = self.notes
             self._by_factors[factors] = made
         return self._by_factors[factors]
-
-
-def _validity(fit: RunFit, found: StepEstimate, validity: Validity) -> Validity:
-    """The validity with what the runs say: those of this very case are in its interval."""
-    differs = fit.differences(validity.kind)
-    surprises = fit.faded(validity.kind).surprises
-    if differs is not None and surprises:  # published runs say little of their kind
-        validity = widened(validity, surprises)
-    elif differs is not None and len(differs) < len(FADE):
-        validity = after_fit(validity, len(differs))
-    own = [run.step_us / found.step_us - 1 for run in fit.runs if run.is_of(found)]
-    return replace(widened(validity, own), own=min(own)) if own else validity

@@ -74,9 +74,10 @@ class FoldedMapping:
                 )
         attention, moe = self._strides("attention")["pp"], self._strides("moe")["pp"]
         if self.pp > 1 and attention != moe:
+            first, second = (list(range(0, self.pp * stride, stride)) for stride in (attention, moe))
             raise GroupError(
-                f"the pipeline groups of attention and MoE layers differ: that of rank 0 is {self._pipeline(attention)} by "
-                f"attention_order {self.attention_order!r}, but {self._pipeline(moe)} by moe_order {self.moe_order!r} "
+                f"the pipeline groups of attention and MoE layers differ: that of rank 0 is {first} by "
+                f"attention_order {self.attention_order!r}, but {second} by moe_order {self.moe_order!r} "
                 f"(tp={self.tp} × cp={self.cp}, dp={self.dp}; etp={self.etp} × ep={self.ep}, edp={self.edp}): write pp last "
                 "in both, which makes it outermost"
             )
@@ -177,9 +178,6 @@ class FoldedMapping:
             raise GroupError(f"expected one of the axes {', '.join(AXES)}, got {axis!r}")
         return [(getattr(self, part), self._all_strides[part]) for part in AXES[axis]]
 
-    def _pipeline(self, stride: int) -> list[int]:
-        return list(range(0, self.pp * stride, stride))
-
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:
             raise GroupError(f"expected a rank from 0 to {self.world_size - 1}, got {rank}")
@@ -201,9 +199,12 @@ def offsets(layout: Sequence[tuple[int, int]]) -> list[int]:
 def _check_degrees(world_size: int, degrees: dict[str, int]) -> None:
     for name, value in {"world_size": world_size, **degrees}.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise GroupError(
-                f"{name}: expected a whole number of at least 1, got {value!r}{_instead(name, value, world_size)}"
-            )
+            instead = ""
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+            if name != "world_size" and is_number:
+                closest = min(divisors(world_size), key=lambda size: abs(size - value))
+                instead = f"; the nearest that divides world_size {world_size} is {closest}"
+            raise GroupError(f"{name}: expected a whole number of at least 1, got {value!r}{instead}")
     for side in _GIVEN.values():
         size = math.prod(degrees[axis] for axis in side)
         if world_size % size:
@@ -212,18 +213,6 @@ def _check_degrees(world_size: int, degrees: dict[str, int]) -> None:
                 f"{given} = {size} does not divide world_size {world_size}; nearest valid: "
                 + _nearest(world_size, degrees, side)
             )
-
-
-def _instead(name: str, value: object, world_size: int) -> str:
-    if (
-        name == "world_size"
-        or isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not math.isfinite(value)
-    ):
-        return ""
-    closest = min(divisors(world_size), key=lambda size: abs(size - value))
-    return f"; the nearest that divides world_size {world_size} is {closest}"
 
 
 def _nearest(world_size: int, degrees: dict[str, int], side: Sequence[str]) -> str:
@@ -240,7 +229,8 @@ def _nearest(world_size: int, degrees: dict[str, int], side: Sequence[str]) -> s
     room = world_size // math.prod(degrees[axis] for axis in side if axis not in axes)
     changes = [dict(zip(axes, sizes, strict=True)) for sizes in _products_within(room, len(axes))]
     whole = [change for change in changes if _fits(world_size, degrees | change, axes)]
-    best = min(whole or changes, key=lambda change: _distance(change, degrees))
+    # as ratios: 2 is as far from 4 as 8 is
+    best = min(whole or changes, key=lambda change: sum(abs(math.log(change[a] / degrees[a])) for a in change))
     return ", ".join(f"{axis}={size}" for axis, size in best.items())
 
 
@@ -248,11 +238,6 @@ def _fits(world_size: int, degrees: Mapping[str, int], changed: Sequence[str]) -
     """Whether the sides that have one of the ``changed`` axes divide the world."""
     sides = [side for side in _GIVEN.values() if not set(side).isdisjoint(changed)]
     return all(world_size % math.prod(degrees[axis] for axis in side) == 0 for side in sides)
-
-
-def _distance(sizes: Mapping[str, int], wanted: Mapping[str, int]) -> float:
-    """The distance of two sizes as a ratio: 2 is as far from 4 as 8 is."""
-    return sum(abs(math.log(size / wanted[axis])) for axis, size in sizes.items())
 
 
 def _products_within(number: int, count: int) -> Iterator[tuple[int, ...]]:

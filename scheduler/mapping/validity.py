@@ -248,7 +248,7 @@ def kind_of(job: Job, setup: Setup, cluster: Cluster, software: Software, busy_u
         precision="bf16" if setup.precision == "bf16" else "fp8",
         dispatcher=kernels.name if kernels is not None else "chunks" if chunks else "nccl",
         experts=experts,
-        overlap=_overlap(setup, software),
+        overlap="merged" if setup.schedule != "1f1b" else "chunks" if software.hides_dispatch else "none",
         fused=software.fuses_experts,
         short=layer_us < SHORT_LAYER_US,
         sharded=setup.zero == 3,
@@ -303,6 +303,11 @@ def assess(kind: CaseKind, rows: Sequence[CheckedRow] | None = None) -> Validity
     if is_new_attention and not is_new:
         high = (1 + max(high, 0.0)) * LINEAR_RUN - 1
     same = [row for row in known if not kind.differs(row.kind)]
+
+    def farness(row: CheckedRow) -> tuple[float, float]:
+        """The traits that differ, then the doublings between the sizes."""
+        return len(kind.differs(row.kind)), abs(math.log2(kind.gpus / row.kind.gpus))
+
     return Validity(
         kind=kind,
         low=min(low, 0.0),
@@ -312,7 +317,7 @@ def assess(kind: CaseKind, rows: Sequence[CheckedRow] | None = None) -> Validity
         num_sources=len({row.source for row in same}),
         is_new=is_new,
         is_new_attention=is_new_attention,
-        nearest=tuple(sorted(known, key=lambda row: _farness(kind, row)))[:_SHOWN],
+        nearest=tuple(sorted(known, key=farness))[:_SHOWN],
     )
 
 
@@ -350,11 +355,6 @@ def quantiles(votes: Sequence[tuple[float, float]]) -> tuple[float, float, float
 
     outside = (1 - COVERAGE) / 2
     return below(outside), below(0.5), below(1 - outside)
-
-
-def _farness(kind: CaseKind, row: CheckedRow) -> tuple[float, ...]:
-    """The traits that differ, then the doublings between the sizes: what puts runs in order."""
-    return len(kind.differs(row.kind)), abs(math.log2(kind.gpus / row.kind.gpus))
 
 
 UNEXPLAINED: tuple[tuple[str, Callable[[CaseKind], bool]], ...] = (
@@ -396,12 +396,6 @@ def _attention(model: ModelShape) -> str:
     if model.window is not None:
         return "windows"
     return "mla" if model.latent is not None else "gqa"
-
-
-def _overlap(setup: Setup, software: Software) -> str:
-    if setup.schedule != "1f1b":
-        return "merged"
-    return "chunks" if software.hides_dispatch else "none"
 
 
 def _generation(gpu: str) -> str:

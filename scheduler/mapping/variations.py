@@ -247,7 +247,13 @@ def vary(
             progress(len(points) + done / of, len(ways) * len(variation.values))
 
     def point_at(value: Value, way: Alternative, part_done: PartDone | None) -> VariedPoint:
-        return _point(job, cluster, variation.kind, value, way, make or Estimator, named, part_done)
+        asked, on = job, cluster
+        try:
+            asked, on = at_value(job, cluster, variation.kind, value, named)
+            estimate, note = _estimate(asked, on, variation.kind, value, way, make or Estimator, part_done)
+        except UsageError as error:
+            estimate, note = None, str(error)
+        return VariedPoint(value=value, job=asked, cluster=on.name, estimate=estimate, note=note)
 
     for way in ways:
         for value in variation.values:
@@ -381,7 +387,15 @@ def at_value(
     if kind == "gpu":
         gpu = named(str(value)).gpu
         return job, cluster.replace(gpu=gpu, name=f"{cluster.name} with {gpu.name}")
-    return job, cluster if kind == "precision" else _vary_links(cluster, kind, float(value))
+    if kind == "precision":
+        return job, cluster
+    _check_links(cluster, kind)
+    if kind == "domain":
+        return job, cluster.replace(domain=value, name=f"{cluster.name}, domain {value}")
+    link, unit = kind.split("_")
+    rate = float(value) * cluster.peaks.of(link) if unit == "factor" else float(value)  # type: ignore[arg-type]
+    peaks = msgspec.structs.replace(cluster.peaks, **{f"{link}_gbps": rate})
+    return job, cluster.replace(peaks=peaks, name=f"{cluster.name}, {link} {rate:g} GB/s")
 
 
 def split_experts(model: ModelShape, parts: int) -> ModelShape:
@@ -400,16 +414,6 @@ def split_experts(model: ModelShape, parts: int) -> ModelShape:
     )
 
 
-def _vary_links(cluster: Cluster, kind: VariationKind, value: float) -> Cluster:
-    _check_links(cluster, kind)
-    if kind == "domain":
-        return cluster.replace(domain=int(value), name=f"{cluster.name}, domain {value:g}")
-    link, unit = kind.split("_")
-    rate = value * cluster.peaks.of(link) if unit == "factor" else value  # type: ignore[arg-type]
-    peaks = msgspec.structs.replace(cluster.peaks, **{f"{link}_gbps": rate})
-    return cluster.replace(peaks=peaks, name=f"{cluster.name}, {link} {rate:g} GB/s")
-
-
 def _check_links(cluster: Cluster, kind: VariationKind) -> None:
     is_declared = cluster.inter is not None and kind in ("inter_gbps", "inter_factor")
     if cluster.measured and kind in (*_REAL, "domain") and not is_declared:
@@ -421,24 +425,6 @@ def _check_links(cluster: Cluster, kind: VariationKind) -> None:
 def _renamed(model: ModelShape, what: str, **changes: Any) -> ModelShape:
     """A model of the same family, for its efficiency is that of the same kernels; and of no published size."""
     return replace(model, name=f"{model.name}, {what}", family=model.family or model.name, published=0.0, **changes)
-
-
-def _point(
-    job: Job,
-    cluster: Cluster,
-    kind: VariationKind,
-    value: Value,
-    way: Alternative,
-    make: MakeEstimates,
-    named: FindCluster,
-    progress: PartDone | None,
-) -> VariedPoint:
-    try:
-        job, cluster = at_value(job, cluster, kind, value, named)
-        estimate, note = _estimate(job, cluster, kind, value, way, make, progress)
-    except UsageError as error:
-        estimate, note = None, str(error)
-    return VariedPoint(value=value, job=job, cluster=cluster.name, estimate=estimate, note=note)
 
 
 def _estimate(
