@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -105,8 +106,10 @@ def estimate_command(
     if launch is not None:
         launch.check(request.job.model)
     setup = read_setup(given, request.job.gpus)
-    chosen = ("precision", "recompute", "offload", "ep", "etp")
-    request.check(Space(**{name: (getattr(setup, name),) for name in chosen}))
+    chosen: dict[str, Any] = {
+        name: (getattr(setup, name),) for name in ("precision", "recompute", "offload", "ep", "etp")
+    }
+    request.check(replace(Space(), **chosen))
     runs = runs_of(measured, request, setup)
     add_run(keep_run, measured)
     request = with_fit(request, runs)

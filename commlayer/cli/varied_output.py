@@ -115,10 +115,11 @@ def _figure(varied: Varied, measure: str) -> Figure:
         results = [of(point.estimate) if point.estimate else None for point in each.points]
         lines.append(FigureLine(each.way.name or label, list(zip(map(float, places), results, strict=True))))
     marks, crossing = [], varied.crossover
-    faster = crossing.at_low if crossing else ""
-    for at in crossing.crossings if crossing else ():
-        before, faster = faster, crossing.second if faster == crossing.first else crossing.first
-        marks.append((at, f"{at:.4g}: {before} is faster below, {faster} above"))
+    if crossing is not None:
+        faster = crossing.at_low
+        for at in crossing.crossings:
+            before, faster = faster, crossing.second if faster == crossing.first else crossing.first
+            marks.append((at, f"{at:.4g}: {before} is faster below, {faster} above"))
     return curves_figure(
         lines,
         f"{varied.job.model.name} on {varied.cluster}" + f", {counted(varied.job.gpus, 'GPU')}" * (kind != "gpus"),

@@ -120,7 +120,7 @@ def what_if_command(
         )
     variation = Variation(kind, values)  # type: ignore[arg-type]
     changes = {"precision": values} if kind == "precision" else {"recompute": None} if kind == "gpu" else {}
-    request.check(replace(space, **changes))  # type: ignore[arg-type]
+    request.check(replace(space, **changes))
     plain = (Alternative(software=request.software),)
     ways = [_as_asked(request, space, pair, way, margin) for way in (ALTERNATIVES[pair] if pair else plain)]
     answer(

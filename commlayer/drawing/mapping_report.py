@@ -129,7 +129,7 @@ def _in_full(estimate: StepEstimate, cluster: Cluster) -> dict[str, object]:
     has_course = estimate.forward is not None or estimate.backward is not None
     peaks = f"inter {cluster.peaks.inter_gbps:g} GB/s, intra {cluster.peaks.intra_gbps:g} GB/s, {cluster.domain} GPUs on NVLink"
     facts = [
-        ("cluster", f"{cluster.name} ({'profile' if cluster.measured else 'declared'}): {peaks}"),
+        ("cluster", f"{cluster.name} ({cluster.kind}): {peaks}"),
         ("its source", cluster.source),
         ("GPU", f"{cluster.gpu.name}: {cluster.gpu.bf16_tflops:g} BF16 TFLOP/s; {cluster.gpu.source}"),
         ("model", f"{estimate.job.model.name}: {estimate.job.model.source}"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from commlayer.profiles.errors import PlanError, UsageError
 from commlayer.profiles.links import Peaks, Resource
@@ -133,6 +133,10 @@ class Cluster:
     def is_one_node(self) -> bool:
         """Whether the cluster was measured, on one node."""
         return bool(self.measured) and all(Topology.parse(profile.topology).num_nodes == 1 for profile in self.measured)
+
+    @property
+    def kind(self) -> Literal["declared", "profile"]:
+        return "profile" if self.measured else "declared"
 
     def on(self, fabric: str) -> Cluster:
         """The same cluster on a network of another kind, of FABRICS. Raises UsageError for an unknown one, or a measured

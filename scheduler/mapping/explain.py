@@ -43,8 +43,8 @@ def explain(result: SearchResult) -> list[str]:
         f"{best.tokens_per_s:,.0f} tokens/s."
     ]
     if len(result.kinds) > 1:
-        kind, other = list(result.kinds.items())[1]
-        lines.append(f"Against the best with {kind}, {compare_estimates(best, other)}")
+        kind, its_best = list(result.kinds.items())[1]
+        lines.append(f"Against the best with {kind}, {compare_estimates(best, its_best)}")
     elif len(result.ranked) > 1:
         lines.append(f"Against the runner-up, {compare_estimates(best, result.ranked[1])}")
     elif result.top == 1:

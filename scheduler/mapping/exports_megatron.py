@@ -274,7 +274,7 @@ def _memory(setup: Setup) -> _Flags:
     if setup.precision == "fp8-deepgemm" or _stands_in_for_delayed(setup):
         name = "blockwise"  # the same format, or what can be cast again
     is_fp8, is_full = setup.precision != "bf16", setup.recompute == "full"
-    modules = ("layernorm", "moe_act")
+    modules: tuple[str, ...] = ("layernorm", "moe_act")
     if setup.recompute != "megascale":
         modules = tuple(module for module in MODULES if module in modules_of(setup.recompute))
     return {

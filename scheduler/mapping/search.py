@@ -369,7 +369,7 @@ class _Frontier:
         while taken < top and self._heap:
             entry = heapq.heappop(self._heap)
             if not isinstance(entry.item, StepEstimate):
-                self._look_closer(entry)
+                self._look_closer(entry.time_us, entry.stage, entry.item)
                 continue
             taken += 1
             if self._progress:
@@ -410,25 +410,24 @@ class _Frontier:
             return
         heapq.heappush(self._heap, _Entry(bound, level, (next(self._order),), alike, lead))
 
-    def _look_closer(self, entry: _Entry) -> None:
+    def _look_closer(self, bound_us: float, stage: int, item: tuple[Family, ...] | Setup) -> None:
         """Put what is not estimated back, with a closer bound or in its parts."""
-        item = entry.item
         if isinstance(item, Setup):
-            if entry.stage < CLOSEST:
-                self._push(entry.time_us, item, entry.stage + 1)
+            if stage < CLOSEST:
+                self._push(bound_us, item, stage + 1)
             else:
-                self._estimate(entry.time_us, item)
-        elif entry.stage == 0:
+                self._estimate(bound_us, item)
+        elif stage == 0:
             for alike in zip(*(family.by_exchange() for family in item), strict=True):
-                self._put_back(entry.time_us, alike, 1)
-        elif entry.stage == 1:
+                self._put_back(bound_us, alike, 1)
+        elif stage == 1:
             for family in item:
-                self._put_back(entry.time_us, (family,), 2)
+                self._put_back(bound_us, (family,), 2)
         else:
             (family,) = item
             for setup in family.members():
                 if setup.recompute == family.recompute[0] or _is_by_itself(setup):
-                    self._admit(entry.time_us, setup)
+                    self._admit(bound_us, setup)
 
     def _admit(self, bound_us: float, setup: Setup) -> None:
         """With its layout, where it fits; else, or where a faster layout does not, the same with more recomputation too."""
