@@ -94,8 +94,9 @@ def _alike(result: SearchResult) -> list[str]:
     first, *others = result.equal
     if others and result.best.validity is not None:
         numbers = _and([str(number) for number in others])
+        which = f"number {numbers}" if len(others) == 1 else f"numbers {numbers}"
         lines.append(
-            f"Within what is known number {first} is no faster than number{'s' * (len(others) > 1)} {numbers} of "
+            f"Within what is known number {first} is no faster than {which} of "
             f"these {len(result.shown)}, whose intervals meet its own: choose by a run of each, or what is simpler or takes less "
             "memory."
         )
