@@ -19,37 +19,26 @@ def clusters(as_json: bool) -> None:
 
     Others are described in a file (docs/clusters.md), or measured with `commlayer measure`.
     """
-    rows = [known.load(name) for name in known.names()]
-    if as_json:
-        print_json(
-            [
-                {
-                    "name": each.name,
-                    "gpu": each.gpu.name,
-                    "domain": each.domain,
-                    "fabric": each.fabric,
-                    "inter_gbps": each.peaks.inter_gbps,
-                    "intra_gbps": each.peaks.intra_gbps,
-                    "source": each.source,
-                    "gpu_source": each.gpu.source,
-                    "fabric_source": each.inter.source if each.inter else "",
-                }
-                for each in rows
-            ]
-        )
-        return
-    table = [
-        [
-            each.name,
-            each.gpu.name,
-            str(each.domain),
-            each.fabric or "as its source",
-            f"{each.peaks.inter_gbps:g}",
-            f"{each.peaks.intra_gbps:g}",
-            each.source,
-        ]
-        for each in rows
+    rows = [
+        {
+            "name": each.name,
+            "gpu": each.gpu.name,
+            "domain": each.domain,
+            "fabric": each.fabric,
+            "inter_gbps": each.peaks.inter_gbps,
+            "intra_gbps": each.peaks.intra_gbps,
+            "source": each.source,
+            "gpu_source": each.gpu.source,
+            "fabric_source": each.inter.source if each.inter else "",
+        }
+        for each in map(known.load, known.names())
     ]
-    print_table(
-        ["name", "GPU", ">GPUs on NVLink", "network", ">inter GB/s", ">intra GB/s", "~source"], table, spare=(6,)
-    )
+    if as_json:
+        print_json(rows)
+        return
+    columns = ["name", "GPU", ">GPUs on NVLink", "network", ">inter GB/s", ">intra GB/s", "~source"]
+    table = [list(row.values())[: len(columns)] for row in rows]
+    cells = [
+        [f"{cell:g}" if isinstance(cell, float) else str(cell) or "as its source" for cell in row] for row in table
+    ]
+    print_table(columns, cells, spare=(6,))

@@ -16,7 +16,6 @@ from commlayer.cli.measured_runs import fit_dict
 from commlayer.cli.output_files import draw, tell
 from commlayer.cli.progress_bars import progress_of
 from commlayer.cli.tables import echo, echo_sentence, print_json, print_table, rounded
-from commlayer.cli.what_if_values import WORDS
 from commlayer.drawing.mapping_cells import JOB_NUMBERS, exposed_share, job_words, short_mappings, speed_cells
 from commlayer.profiles.counted import counted
 from commlayer.profiles.errors import UsageError
@@ -37,8 +36,10 @@ from commlayer.scheduler.mapping.variations import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["MEASURES", "answer"]
+__all__ = ["MEASURES", "WORDS", "answer"]
 
+WORDS = ("gpu", "precision")
+"""The kinds of variations whose values are words."""
 _LABELS = {
     "gpus": "GPUs",
     "inter_gbps": "peak between nodes (GB/s of a GPU)",

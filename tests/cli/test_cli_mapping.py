@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from commlayer.cli.main import main
 from commlayer.cli.mapping_output import first_export
-from commlayer.cli.what_if_values import values_of
+from commlayer.cli.what_if import values_of
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.mapping import catalog
 from commlayer.scheduler.mapping.job import Job, Setup
