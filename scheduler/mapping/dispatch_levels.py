@@ -20,6 +20,10 @@ from commlayer.scheduler.rails import distinct_nodes
 __all__ = ["DispatchLevels", "parts_of_token"]
 
 
+_CALLS = ("rails", "inside", "weights", "choices")
+"""The words that stand in their names for what they are: ``dispatch_again`` becomes ``dispatch_rails_again``."""
+
+
 def parts_of_token(job: Job, parts: int) -> float:
     """The expected number of ``parts`` (nodes, ranks), of which each holds as many experts, on which a token has any: within a
     router's limit of groups, and by recorded popularity where the job has it."""
@@ -64,36 +68,33 @@ class DispatchLevels:
 
     def replaced(self, exchanges: Iterable[StepCollective]) -> tuple[StepCollective, ...]:
         """Put these levels' exchanges in place of the flat ones to the experts and back, others as they are."""
-        return tuple(one for each in exchanges for one in self._in_place_of(each))
-
-    def _in_place_of(self, flat: StepCollective) -> tuple[StepCollective, ...]:
-        name, _, suffix = flat.name.partition("_")
-        if flat.axis != "ep" or flat.collective != "all_to_all_v" or name not in ("dispatch", "combine"):
-            return (flat,)
-        found = [
-            self._rows(flat, "rails", self.rail_rows, Span.RAIL),
-            self._rows(flat, "inside", self.inside_rows, Span.NODE),
-        ]
-        is_back = suffix.startswith("gradient")
-        if (name == "combine") != is_back:  # towards the tokens
-            found.reverse()
-        if name == "combine":
-            collective = "reduce_scatter" if is_back else "all_gather"
-            weights = self._of_all(flat, "weights", WEIGHT_BYTES, collective)
-            found = [*found, weights] if is_back else [weights, *found]
-        elif suffix == "" or (suffix == "again" and self.setup.recompute != "megascale"):
-            index_bytes = packed_index_bytes(self.job.model.experts)
-            found.insert(0, self._of_all(flat, "choices", index_bytes, "all_gather"))
+        found: list[StepCollective] = []
+        hidden, sent_bytes = self.job.model.routed_hidden, self.software.activation_bytes
+        choices = self.tokens * self.setup.ep * self.job.model.top_k  # of all ranks, which they tell each other
+        for flat in exchanges:
+            kind, _, suffix = flat.name.partition("_")
+            if flat.axis != "ep" or flat.collective != "all_to_all_v" or kind not in ("dispatch", "combine"):
+                found.append(flat)
+                continue
+            names = {each: "_".join(filter(None, (kind, each, suffix))) for each in _CALLS}
+            rails, inside = (
+                replace(flat, name=names[name], logical_bytes=rows * hidden * sent_bytes, over=over)
+                for name, rows, over in (("rails", self.rail_rows, Span.RAIL), ("inside", self.inside_rows, Span.NODE))
+            )
+            is_back = suffix.startswith("gradient")
+            rows = (
+                [inside, rails] if (kind == "combine") != is_back else [rails, inside]
+            )  # first those towards the tokens
+            if kind == "combine":
+                collective = "reduce_scatter" if is_back else "all_gather"
+                size = choices * WEIGHT_BYTES
+                weights = replace(flat, name=names["weights"], logical_bytes=size, collective=collective)
+                rows = [*rows, weights] if is_back else [weights, *rows]
+            elif suffix == "" or (suffix == "again" and self.setup.recompute != "megascale"):
+                size = choices * packed_index_bytes(self.job.model.experts)
+                rows.insert(0, replace(flat, name=names["choices"], logical_bytes=size, collective="all_gather"))
+            found += rows
         return tuple(found)
-
-    def _rows(self, flat: StepCollective, which: str, rows: int, over: Span) -> StepCollective:
-        size = rows * self.job.model.routed_hidden * self.software.activation_bytes
-        return replace(flat, name=_named(flat.name, which), logical_bytes=size, over=over)
-
-    def _of_all(self, flat: StepCollective, which: str, each: int, collective: str) -> StepCollective:
-        """The call by which all ranks tell each other all of their choices."""
-        size = self.tokens * self.setup.ep * self.job.model.top_k * each
-        return replace(flat, name=_named(flat.name, which), logical_bytes=size, collective=collective)
 
     @property
     def moved_elements(self) -> float:
@@ -106,9 +107,3 @@ class DispatchLevels:
         sorted_again = 2 * top_k if self.job.model.experts > self.setup.ep else 0
         each_way = max(0.0, 2 * self.nodes + 2 * self.ranks - sorted_again)
         return 2 * each_way * self.tokens * self.job.model.routed_hidden
-
-
-def _named(name: str, which: str) -> str:
-    """``dispatch_again`` → ``dispatch_rails_again``."""
-    kind, _, suffix = name.partition("_")
-    return f"{kind}_{which}" + (f"_{suffix}" if suffix else "")

@@ -290,26 +290,22 @@ def layers_of(model: ModelShape, setup: Setup, stage: int) -> tuple[int, int]:
 
 def chunks_laid(model: ModelShape, pipeline: Pipeline) -> tuple[PipelineChunk, ...]:
     """The content of each of the pipeline's chunks. Raises as :func:`stages`."""
-    num, layout = pipeline.num_chunks, pipeline.layout
-    if layout == EVEN_LAYOUT and num > model.layers:
-        raise UsageError(_too_many_chunks(model.layers, pipeline))
-    is_relieved = bool(model.mtp_layers) and not is_dual(pipeline.schedule)
-    return laid_chunks(layout, num, model.layers, model.mtp_layers, is_relieved=is_relieved)
-
-
-def _too_many_chunks(layers: int, pipeline: Pipeline) -> str:
-    pp, vpp, schedule, _ = pipeline
-    chunks = pipeline.num_chunks
-    if is_dual(schedule):
-        return (
-            f"{layers} layers do not fill the {chunks} chunks of {schedule} with pp={pp}: expected no chunk without a layer; "
-            f"take at most pp={layers * pp // chunks}"
+    num, layers = pipeline.num_chunks, model.layers
+    pp, vpp, schedule, layout = pipeline
+    if layout == EVEN_LAYOUT and num > layers and is_dual(schedule):
+        raise UsageError(
+            f"{layers} layers do not fill the {num} chunks of {schedule} with pp={pp}: expected no chunk without a layer; "
+            f"take at most pp={layers * pp // num}"
         )
-    ways = [f"pp={layers // vpp}"] * (vpp <= layers) + [f"vpp={layers // pp}"] * (pp <= layers and vpp > 1)
-    return (
-        f"{layers} layers do not fill pp={pp} × vpp={vpp} = {chunks} chunks: expected no chunk without a layer; take at most "
-        f"{' or '.join(ways) or f'{layers} chunks'}"
-    ) + (", or a pipeline layout with the embedding or the head alone in a chunk" if chunks <= layers + 2 else "")
+    if layout == EVEN_LAYOUT and num > layers:
+        ways = [f"pp={layers // vpp}"] * (vpp <= layers) + [f"vpp={layers // pp}"] * (pp <= layers and vpp > 1)
+        alone = ", or a pipeline layout with the embedding or the head alone in a chunk" if num <= layers + 2 else ""
+        raise UsageError(
+            f"{layers} layers do not fill pp={pp} × vpp={vpp} = {num} chunks: expected no chunk without a layer; take at most "
+            f"{' or '.join(ways) or f'{layers} chunks'}{alone}"
+        )
+    is_relieved = bool(model.mtp_layers) and not is_dual(schedule)
+    return laid_chunks(layout, num, layers, model.mtp_layers, is_relieved=is_relieved)
 
 
 @lru_cache(maxsize=1 << 14)

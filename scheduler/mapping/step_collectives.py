@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 
 from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.dispatch_price import INDEX_BYTES, WEIGHT_BYTES
-from commlayer.scheduler.lanes import LANES
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layer_table import LayerOp, layer_table
 from commlayer.scheduler.mapping.parameters import (
@@ -40,7 +39,6 @@ from commlayer.scheduler.mapping.parameters import (
 from commlayer.scheduler.mapping.recomputation import ways_of
 from commlayer.scheduler.mapping.software import Software
 from commlayer.scheduler.plan import Span
-from commlayer.scheduler.traffic import GROUP_COLLECTIVES
 
 __all__ = [
     "SEND_RECV",
@@ -75,7 +73,7 @@ class StepCollective:
             once more for the backward pass with ``_again``.
         axis: whose group, of :meth:`Setup.layout <commlayer.scheduler.mapping.job.Setup.layout>`.
         lane: its class of traffic.
-        collective: one of GROUP_COLLECTIVES, or ``send_recv`` for messages.
+        collective: one of the scheduler's (:mod:`commlayer.scheduler.traffic`), or ``send_recv`` for messages.
         logical_bytes: of one call, nccl-tests' S: the gathered total, the whole input of a
             reduce_scatter, the tensor of an all_reduce or a message, and what a rank sends in an
             all_to_all_v (its bound, the busiest rank's, where routing is uneven).
@@ -85,9 +83,6 @@ class StepCollective:
             ``embedding``, ``head``, ``loss``. A gradient has its activation's.
         over: of an all_to_all_v, among the ranks of each rail or node only
             (:mod:`commlayer.scheduler.rails`).
-
-    Raises:
-        UsageError: a lane or a collective that does not exist, or a negative number.
     """
 
     name: str
@@ -98,21 +93,6 @@ class StepCollective:
     place: str
     count: int = 1
     over: Span = Span.GROUP
-
-    def __post_init__(self) -> None:
-        if self.lane not in LANES or (self.collective not in GROUP_COLLECTIVES and self.collective != SEND_RECV):
-            raise UsageError(
-                f"{self.name}: expected a lane of {', '.join(LANES)} and a collective of {', '.join(GROUP_COLLECTIVES)} or "
-                f"{SEND_RECV}, got {self.lane!r} and {self.collective!r}"
-            )
-        if self.logical_bytes < 0 or self.count < 0:
-            raise UsageError(
-                f"{self.name}: expected no negative numbers, got {self.count} × {self.logical_bytes} bytes"
-            )
-
-    def times(self, count: int) -> StepCollective:
-        """The same exchange so many times as often."""
-        return replace(self, count=self.count * count)
 
     def renamed(self, suffix: str, collective: str = "", logical_bytes: int = -1) -> StepCollective:
         """With another name, and another collective and size where they are given."""
@@ -169,7 +149,7 @@ def layer_backward(job: Job, setup: Setup, software: Software, *, moe: bool = Tr
     """
     forward, ways = _sent(job, setup, software, moe), ways_of(setup.recompute)
     found = [*_layer_weights(job, setup, software, moe, is_backward=True)]
-    found += [_again(each) for op, each in forward if ways & (op.remade | {"full"})]
+    found += [each.renamed("_again") for op, each in forward if ways & (op.remade | {"full"})]
     # Gradients go to the experts by combine's way back, and come home by dispatch's: each with its own size.
     ways_back = forward
     if moe and software.dispatch_precision != "bf16":
@@ -180,7 +160,7 @@ def layer_backward(job: Job, setup: Setup, software: Software, *, moe: bool = Tr
         # The gathered input of a product, which is not kept, is gathered again for the gradient of the weights.
         is_gathered = op.overlaps and each.axis == "tp"
         if software.gathers_again and is_gathered and not (setup.recompute == "megascale" and ways & op.remade):
-            found.append(_again(each))
+            found.append(each.renamed("_again"))
         if each.collective == SEND_RECV:  # keys, values and their gradients go round, both
             found.append(each.renamed("_gradient", logical_bytes=2 * each.logical_bytes))
         else:
@@ -204,10 +184,6 @@ def dispatched_rows(job: Job, setup: Setup) -> int:
     if job.capacity_factor is None:
         return round(choices * min(job.imbalance, setup.ep))
     return job.model.experts * math.ceil(job.capacity_factor * choices / job.model.experts - 1e-9)
-
-
-def _again(exchange: StepCollective) -> StepCollective:
-    return exchange.renamed("_again")
 
 
 def _sent(
@@ -276,7 +252,7 @@ def _layer_weights(
         return ()
     held = layer_parameters(job.model, setup, software, moe)
     gathered = [_gathered_weights(axis, count, setup, software) for axis, count in held.items()]
-    return _kept(setup, *(map(_again, gathered) if is_backward else gathered))
+    return _kept(setup, *([each.renamed("_again") for each in gathered] if is_backward else gathered))
 
 
 def _gathered_weights(axis: str, elements: int, setup: Setup, software: Software, count: int = 1) -> StepCollective:
@@ -325,7 +301,7 @@ def whole_step(job: Job, setup: Setup, software: Software, *, stage: int = 0) ->
     for moe, count in zip((False, True), layers_of(job.model, setup, stage), strict=True):
         if count:
             layer = layer_forward(job, setup, software, moe=moe) + layer_backward(job, setup, software, moe=moe)
-            found += [each.times(count * micro_batches) for each in layer]
+            found += [replace(each, count=each.count * count * micro_batches) for each in layer]
     return (*found, *step_exchanges(job, setup, software, stage=stage))
 
 

@@ -414,7 +414,3 @@ def test_what_cannot_be() -> None:
     job = Job(model=SHAPE, gpus=2, global_batch=2, sequence=16)
     with pytest.raises(UsageError, match="stage: expected one of 2, from 0, got 2"):
         step_exchanges(replace(job), Setup(gpus=2, pp=2), COMMLAYER, stage=2)
-    with pytest.raises(UsageError, match=r"expected a lane of .* and a collective of .* got 'fast' and 'all_gather'"):
-        StepCollective("tokens", "ep", "fast", "all_gather", 1, "dispatch")
-    with pytest.raises(UsageError, match="tokens: expected no negative numbers, got 1 × -1 bytes"):
-        StepCollective("tokens", "ep", "ep", "all_gather", -1, "dispatch")
