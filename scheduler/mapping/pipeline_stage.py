@@ -53,19 +53,20 @@ def ends(builder: LayerBuilder, setup: Setup, stage: Stage) -> Breakdown:
         parts += [Compute(times.forward, "head"), Compute(times.backward, "head")]
     found = run_alone(parts)
     sent = setup.passes(builder.job)
+    of_every_micro_batch = [
+        "embedding",
+        "head",
+        "loss",
+        *["gradients"] * (setup.zero >= 2),
+        *["parameters"] * (setup.zero == 3),
+    ]
     for exchange in step_exchanges(builder.job, setup, builder.software, stage=stage.number):
-        if exchange.place in ("embedding", "head", "loss") or _is_of_every_micro_batch(exchange, setup):
-            if exchange.axis == "world":
-                continue  # one number a step
+        if exchange.place in of_every_micro_batch and exchange.axis != "world":  # over the world one number a step
             call = builder.calls.call(setup, exchange)
             us = call.us * exchange.count / sent
             found.total_us += us
             found.wait(call, us)
     return found
-
-
-def _is_of_every_micro_batch(exchange: StepCollective, setup: Setup) -> bool:
-    return (exchange.place == "gradients" and setup.zero >= 2) or (exchange.place == "parameters" and setup.zero == 3)
 
 
 def boundary_us(builder: LayerBuilder, setup: Setup) -> tuple[float, str]:

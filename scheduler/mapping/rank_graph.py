@@ -82,7 +82,17 @@ def rank_graph(estimator: Estimator, setup: Setup, stage: int) -> list[RankNode]
         raise UsageError(
             f"a graph has no ring of context parallelism: got cp={setup.cp}; set cp=1, or put what it does into tp"
         )
-    return _Graph(estimator, setup, stage).made()
+    graph = _Graph(estimator, setup, stage)
+    graph.edge("parameters")
+    for slot in order(setup.pp, stage, graph.count, setup.vpp):
+        virtual = slot.chunk * setup.pp + stage
+        (graph.forward if slot.is_forward else graph.backward)(virtual, slot.micro_batch)
+    graph.edge("gradients")
+    for each in graph.exchanges["loss"]:
+        if each.axis != "tp":
+            graph.waits.add(graph.collective(each.name, each.collective, each.logical_bytes, each.axis))
+    graph.compute("optimizer", graph.head[2])
+    return graph.nodes
 
 
 class _Graph:
@@ -101,18 +111,6 @@ class _Graph:
         self.head = estimator.ends_us(setup)
         self.kinds = kinds_of_chunks(estimator.job.model, setup.pipeline)
         """For each chunk, and each of its layers, whether it has experts."""
-
-    def made(self) -> list[RankNode]:
-        self.edge("parameters")
-        for slot in order(self.setup.pp, self.stage, self.count, self.setup.vpp):
-            virtual = slot.chunk * self.setup.pp + self.stage
-            (self.forward if slot.is_forward else self.backward)(virtual, slot.micro_batch)
-        self.edge("gradients")
-        for each in self.exchanges["loss"]:
-            if each.axis != "tp":
-                self.waits.add(self.collective(each.name, each.collective, each.logical_bytes, each.axis))
-        self.compute("optimizer", self.head[2])
-        return self.nodes
 
     def forward(self, virtual: int, micro_batch: int) -> None:
         if virtual:
