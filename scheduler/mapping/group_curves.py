@@ -184,49 +184,37 @@ def curves_of_group(cluster: Declared, nodes: tuple[int, ...]) -> tuple[Curve, .
     Curves of the stages (ranks of one domain, one rank of each) are the same for many groups, and kept by the cluster.
     """
     whole = _Shape(sum(nodes), len(nodes), min(nodes), max(nodes))
-    curves = list(_device_curves(cluster))
+    kept: dict[Any, tuple[Curve, ...]] = cluster.kept
+    if "device" not in kept:
+        us = _line(cluster, Resource.DEVICE, "ring").us
+        kept["device"] = tuple(
+            Curve(name, Resource.DEVICE, 1, SIZES, tuple(us(size * part) for size in SIZES), source="declared")
+            for name, part in _MEMORY_TRAFFIC.items()
+        )
+    curves = [*kept["device"]]
     if whole.ranks == 1:
         return tuple(curves)
     times = _Times(cluster, whole)
     turn = times.ring()
-    curves.append(_curve("all_gather_single", whole, turn))
-    curves.append(_curve("reduce_scatter_single", whole, turn))
+    curves += [_curve(name, whole, turn) for name in ("all_gather_single", "reduce_scatter_single")]
     curves.append(_curve("all_reduce", whole, times.all_reduce()))
     curves.append(_curve("broadcast", whole, times.broadcast()))
     exchange = times.messages()
-    curves.append(_curve("all_to_all_v", whole, exchange))
-    curves += [_curve(name, whole, exchange) for name in _STEPS]
+    curves += [_curve(name, whole, exchange) for name in ("all_to_all_v", *_STEPS)]
     if whole.domains > 1 and whole.most > 1:
-        curves += _stage_curves(cluster, whole)
+        across, inside = _Shape(whole.domains, whole.domains, 1, 1), _Shape(whole.most, 1, whole.most, whole.most)
+        # Among even groups the first depends on the domains alone, and the second always on the fullest alone.
+        by = across if whole.fewest == whole.most else whole
+        if ("between", by) not in kept:
+            between = _Times(cluster, by).between()
+            kept["between", by] = tuple(_curve(name, across, between) for name in _STEPS)
+        if ("inside", inside) not in kept:
+            within = _Times(cluster, inside).inside()
+            kept["inside", inside] = tuple(_curve(name, inside, within) for name in _STEPS)
+        curves += kept["between", by] + kept["inside", inside]
     if whole.ranks == 2:
         curves.append(_curve("send_recv", whole, times.send()))
     return tuple(curves)
-
-
-def _stage_curves(cluster: Declared, whole: _Shape) -> tuple[Curve, ...]:
-    """The curves of steps between one rank of each domain, and between the ranks of the fullest."""
-    across, inside = _Shape(whole.domains, whole.domains, 1, 1), _Shape(whole.most, 1, whole.most, whole.most)
-    # Among even groups the first depends on the domains alone, and the second always on the fullest alone.
-    by = across if whole.fewest == whole.most else whole
-    found: dict[Any, tuple[Curve, ...]] = cluster.kept
-    if ("between", by) not in found:
-        times = _Times(cluster, by).between()
-        found["between", by] = tuple(_curve(name, across, times) for name in _STEPS)
-    if ("inside", inside) not in found:
-        times = _Times(cluster, inside).inside()
-        found["inside", inside] = tuple(_curve(name, inside, times) for name in _STEPS)
-    return found["between", by] + found["inside", inside]
-
-
-def _device_curves(cluster: Declared) -> tuple[Curve, ...]:
-    found: tuple[Curve, ...] | None = cluster.kept.get("device")
-    if found is None:
-        us = _line(cluster, Resource.DEVICE, "ring").us
-        found = cluster.kept["device"] = tuple(
-            Curve(name, Resource.DEVICE, 1, SIZES, tuple(us(size * part) for size in SIZES), source="declared")
-            for name, part in _MEMORY_TRAFFIC.items()
-        )
-    return found
 
 
 def _curve(collective: str, shape: _Shape, times: list[float]) -> Curve:

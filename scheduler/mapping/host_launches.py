@@ -25,11 +25,12 @@ where a sum has 13 %.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import NamedTuple
 
 from commlayer.scheduler.mapping.job import Job, Setup
-from commlayer.scheduler.mapping.layer_table import LayerOp, layer_table
+from commlayer.scheduler.mapping.layer_table import layer_table
 from commlayer.scheduler.mapping.parameters import cut_of
 from commlayer.scheduler.mapping.software import Graphed, Software
 from commlayer.scheduler.mapping.step_collectives import layer_backward, layer_forward
@@ -54,14 +55,6 @@ class LayerLaunches(NamedTuple):
     forward: int
     backward: int
 
-    def __add__(self, other: object) -> LayerLaunches:
-        if not isinstance(other, LayerLaunches):
-            return NotImplemented
-        return LayerLaunches(self.forward + other.forward, self.backward + other.backward)
-
-
-_NOTHING = LayerLaunches(0, 0)
-
 
 def layer_launches(
     job: Job, setup: Setup, software: Software, *, is_moe: bool = True, posts: bool = False
@@ -71,7 +64,7 @@ def layer_launches(
     counts in it; ``posts`` as of :func:`waits_for_counts`."""
     is_held = "step" in software.graphs and not waits_for_counts(job, setup, software, posts=posts)
     if software.host == "unknown" or is_held:
-        return _NOTHING
+        return LayerLaunches(0, 0)
     return _counted(job, setup, software, is_moe)
 
 
@@ -87,39 +80,32 @@ def host_calls(job: Job, setup: Setup, software: Software, *, is_moe: bool = Tru
 def _counted(job: Job, setup: Setup, software: Software, is_moe: bool, *, are_calls: bool = False) -> LayerLaunches:
     """Count a layer by its operations and its calls, with what graphs hold as one. ``are_calls``: the host's, as of
     :func:`host_calls`."""
-    found: dict[str, LayerLaunches] = {}
+    forward: Counter[str] = Counter()
+    backward: Counter[str] = Counter()
     for op in layer_table(job.model, cut_of(setup, software), is_moe):
-        part = _GRAPHED.get(op.name, "")
-        launches = _of_op(op, job, setup, software)
-        if are_calls and op.name == "router":
-            launches = LayerLaunches(launches.forward, max(launches))
-        found[part] = found.get(part, _NOTHING) + launches
-    for each, calls in ((LayerLaunches(1, 0), layer_forward), (LayerLaunches(0, 1), layer_backward)):
+        there = back = len(op.moves) + (op.core is not None)
+        for product in op.products:
+            groups = 1 if software.fuses_experts else product.groups
+            casts = product.casts if product.casts is not None else (groups, groups)
+            in_fp8 = setup.precision != "bf16" and not product.stays_bf16
+            there += groups + casts[0] * in_fp8
+            back += 2 * groups + casts[1] * in_fp8
+        if op.name == "router":
+            there += (_ROUTER if software.kernels is None else _ROUTER_BESIDE_KERNELS) - len(op.products)
+            back = max(there, back) if are_calls else back
+        if op.reorders:  # calls bring rows by sender, and experts want them in their own order
+            again = software.kernels is None and job.model.experts > setup.ep
+            there, back = there + 1 + again, back + 1 + again
+        forward[_GRAPHED.get(op.name, "")] += there
+        backward[_GRAPHED.get(op.name, "")] += back
+    for launches, calls in ((forward, layer_forward), (backward, layer_backward)):
         for call in calls(job, setup, software, moe=is_moe):
-            part = _GRAPHED.get(call.place, "")
-            for _ in range(call.count):
-                found[part] = found.get(part, _NOTHING) + each
-    launches = _NOTHING
-    for part, each in found.items():
-        launches += LayerLaunches(1, 1) if part in software.graphs else each
-    return LayerLaunches(launches.forward, launches.backward + launches.forward * (setup.recompute == "full"))
-
-
-def _of_op(op: LayerOp, job: Job, setup: Setup, software: Software) -> LayerLaunches:
-    """Count the kernels of an operation, its calls aside."""
-    forward = backward = len(op.moves) + (op.core is not None)
-    for product in op.products:
-        groups = 1 if software.fuses_experts else product.groups
-        casts = product.casts if product.casts is not None else (groups, groups)
-        in_fp8 = setup.precision != "bf16" and not product.stays_bf16
-        forward += groups + casts[0] * in_fp8
-        backward += 2 * groups + casts[1] * in_fp8
-    if op.name == "router":
-        forward += (_ROUTER if software.kernels is None else _ROUTER_BESIDE_KERNELS) - len(op.products)
-    if op.reorders:  # calls bring rows by sender, and experts want them in their own order
-        again = software.kernels is None and job.model.experts > setup.ep
-        forward, backward = forward + 1 + again, backward + 1 + again
-    return LayerLaunches(forward, backward)
+            launches[_GRAPHED.get(call.place, "")] += call.count
+    parts = forward.keys() | backward.keys()
+    number, again = (
+        sum(1 if part in software.graphs else launches[part] for part in parts) for launches in (forward, backward)
+    )
+    return LayerLaunches(number, again + number * (setup.recompute == "full"))
 
 
 def waits_for_counts(job: Job, setup: Setup, software: Software, *, posts: bool = False) -> bool:

@@ -107,16 +107,15 @@ class Pricer:
     def _price(self, collective: str, logical_bytes: float, nodes: tuple[int, ...], lane: str) -> float:
         if sum(nodes) == 1 or not logical_bytes:
             return 0.0
-        if collective == "send_recv":
-            return self._send(logical_bytes, nodes)
-        traffic = Traffic.on_nodes(collective, math.ceil(logical_bytes), nodes, lane)
-        return choose(traffic, self.cluster.profile_of(nodes), self.policy).predicted_us
-
-    def _send(self, nbytes: float, nodes: tuple[int, ...]) -> float:
+        profile = self.cluster.profile_of(nodes)
+        if collective != "send_recv":
+            traffic = Traffic.on_nodes(collective, math.ceil(logical_bytes), nodes, lane)
+            return choose(traffic, profile, self.policy).predicted_us
         if sum(nodes) != 2:
             raise PlanError(f"send_recv: expected two ranks, nodes (2,) or (1, 1), got {nodes}")
-        profile = self.cluster.profile_of(nodes)
         link = link_over(nodes)
         curve = profile.find("send_recv", link, 2)
         # Measured profiles have none. Two ranks that exchange S send S/2 each.
-        return curve.at(nbytes) if curve is not None else profile.curve("all_to_all", link, 2).at(2 * nbytes)
+        return (
+            curve.at(logical_bytes) if curve is not None else profile.curve("all_to_all", link, 2).at(2 * logical_bytes)
+        )

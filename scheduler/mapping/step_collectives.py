@@ -353,8 +353,8 @@ def _sums(job: Job, setup: Setup, software: Software, stage: int, ends: StageEnd
         found.append(
             StepCollective("tied_gradients", "pp", "pp", "all_reduce", size * software.gradient_bytes, "gradients")
         )
-    if setup.zero == 0:
-        found += _all_reduced(job, setup, software, stage)
+    if setup.zero == 0 and software.bucket_bytes is not None:
+        found += _of_buckets(job, setup, software, stage, software.bucket_bytes)
     elif software.bucket_bytes is not None and setup.zero == 1:
         found += _of_flat_buffers(job, setup, software, stage)
     else:
@@ -380,17 +380,14 @@ def _of_copies(job: Job, setup: Setup, software: Software, stage: int) -> list[S
     return [StepCollective(f"copies_{place}", "pp", "dp", SEND_RECV, sent, place) for place, sent in parts.items()]
 
 
-def _all_reduced(job: Job, setup: Setup, software: Software, stage: int) -> list[StepCollective]:
-    if software.bucket_bytes is None:
-        units = _units(job, setup, software, stage)
-        sums = [(axis, elements * software.gradient_bytes, count) for axis, elements, count in units]
-    else:
-        held = stage_parameters(job.model, setup, software, stage)
-        cut = bucket_bytes(held, software.gradient_bytes, software.bucket_bytes)
-        sums = [(axis, size, count) for axis, sizes in cut.items() for size, count in Counter(sizes).items()]
+def _of_buckets(job: Job, setup: Setup, software: Software, stage: int, limit: int) -> list[StepCollective]:
+    """An all_reduce of each bucket of at most so many bytes."""
+    held = stage_parameters(job.model, setup, software, stage)
+    cut = bucket_bytes(held, software.gradient_bytes, limit)
     return [
         StepCollective(f"{axis}_gradients", axis, "dp", "all_reduce", size, "gradients", count)
-        for axis, size, count in sums
+        for axis, sizes in cut.items()
+        for size, count in Counter(sizes).items()
     ]
 
 
@@ -407,13 +404,17 @@ def _of_flat_buffers(job: Job, setup: Setup, software: Software, stage: int) -> 
 
 
 def _of_layers(job: Job, setup: Setup, software: Software, stage: int) -> list[StepCollective]:
-    """ZeRO-1 to 3, layer by layer. From 2 on the layers send their own gradients; what is no
-    layer's is sent with every micro-batch too."""
+    """Layer by layer: without ZeRO an all_reduce of each, with ZeRO 1 to 3 what is sharded. From 2 on
+    the layers send their own gradients; what is no layer's is sent with every micro-batch too."""
     sent = setup.passes(job)
     found = []
     ends = set(_end_units(job, setup, software, stage))
     for unit in _units(job, setup, software, stage):
         axis, elements, count = unit
+        if setup.zero == 0:
+            size = elements * software.gradient_bytes
+            found.append(StepCollective(f"{axis}_gradients", axis, "dp", "all_reduce", size, "gradients", count))
+            continue
         if setup.zero == 1 or unit in ends:
             found.append(_scattered_sum(axis, elements, software, count * (1 if setup.zero == 1 else sent)))
         if setup.zero <= 2 or unit in ends:
