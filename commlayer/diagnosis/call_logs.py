@@ -129,8 +129,8 @@ class MessageCount(msgspec.Struct, frozen=True, array_like=True):
 
 class GroupLog(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A group as a rank knows it. ``key``: the same on all its members, and no other group's;
-    ``ranks``: global; ``is_assumed``: ``issued`` and ``done`` are taken for granted, as the ring has
-    lost all calls of the group."""
+    ``ranks``: global; ``is_assumed``: ``issued`` and ``done`` are taken for granted, as the ring
+    has lost all calls of the group."""
 
     key: str
     name: str
@@ -192,8 +192,9 @@ def inferred_log(
     is_on_device: bool = True,
     gone: dict[int, str] | None = None,
 ) -> RankLog:
-    """Return a log made from what others have recorded of a rank. Of one ``is_on_device`` a thread (1, 2, ...) waits in
-    each call that the device is in; where it is in none, one of the host (0), which no call holds."""
+    """Return a log made from what others have recorded of a rank. Of one ``is_on_device`` a thread
+    (1, 2, ...) waits in each call that the device is in; where it is in none, one of the host (0),
+    which no call holds."""
     waits = [WaitLog.of(call, call.thread) for call in calls if is_on_device and call.thread > 0]
     return as_foreign(
         RankLog(

@@ -1,9 +1,9 @@
 """The cause of a hang in one sentence, and how sure it is.
 
-A diagnosis lists all that is wrong: circles, calls that differ, ranks that do not come. Most of these
-are consequences of one thing. A rank that has left a call out ends in a circle, in calls that differ,
-or alone, by what comes next in its program. Places tell it: from the lost call on, the rank makes its
-calls of the group from the places that the others reach one call later.
+A diagnosis lists all that is wrong: circles, calls that differ, ranks that do not come. Most of
+these are consequences of one thing. A rank that has left a call out ends in a circle, in calls that
+differ, or alone, by what comes next in its program. Places tell it: from the lost call on, the rank
+makes its calls of the group from the places that the others reach one call later.
 
 Rejected: judging by places where nothing hangs. Ranks may make one call from different places.
 """
@@ -155,14 +155,16 @@ def _shift(its: _Calls, theirs: _Calls, number: int) -> int:
         return 1
     if _runs(its, ahead, number, -1):
         return -1
-    # Where all calls are alike, those behind one of another kind would also be the others' own next ones.
+    # Where all calls are alike, those behind one of another kind would also be the others' own next
+    # ones.
     is_replaced = shared_signature(its[number]) != shared_signature(theirs[number])
     is_replaced = is_replaced and _runs(its, ahead, number + 1, 0)
     return -1 if _runs(its, ahead, number + 1, -1) and not is_replaced else 0
 
 
 def _has_gone_on(calls: _Calls, number: int) -> bool:
-    """Whether a rank had made call ``number`` after the one before it earlier too, as at a step's end.
+    """Whether a rank had made call ``number`` after the one before it earlier too, as at a step's
+    end.
 
     Where each of two ranks has, neither has left a single call out: their steps differ.
     """
@@ -176,7 +178,8 @@ def _runs(its: _Calls, theirs: _Calls, first: int, shift: int) -> bool:
 
 
 def _shifted(group: GroupRecord) -> Cause | None:
-    """The cause, where one rank's calls of a group are the others' with one left out, or one more, or in no order."""
+    """The cause, where one rank's calls of a group are the others' with one left out, or one more,
+    or in no order."""
     calls = {rank: each for rank, each in group.calls.items() if each}
     number, odd = _first_unlike(calls)
     if len(odd) != 1:
@@ -190,7 +193,8 @@ def _shifted(group: GroupRecord) -> Cause | None:
         one is not None and two is not None and _identity(one) == _identity(two)
         for one, two in zip(firsts, reversed(seconds), strict=True)
     )
-    # Ranks that take turns at two places, as where each broadcasts in its turn, never make one call under one number.
+    # Ranks that take turns at two places, as where each broadcasts in its turn, never make one call
+    # under one number.
     pairs = [
         (its, theirs)
         for its, theirs in [(rank, other), (other, rank)][: 2 if is_pair else 1]
@@ -299,10 +303,12 @@ def _absent(missing: Sequence[Missing], groups: Sequence[GroupRecord]) -> Cause:
 
 
 def _sureness(missing: Missing, groups: Sequence[GroupRecord]) -> str:
-    """How sure it is that a rank which has not come is at fault, and not the few that wait for it with a call too many.
+    """How sure it is that a rank which has not come is at fault, and not the few that wait for it
+    with a call too many.
 
     Sure are more ranks than those that have not come, as no two make the same call too many; or all
-    calls of the group, if they are recorded, and of two places one is always the other's counterpart.
+    calls of the group, if they are recorded, and of two places one is always the other's
+    counterpart.
     """
     rank, number = missing.call.rank, missing.call.number
     if missing.why not in ("late", "silent"):

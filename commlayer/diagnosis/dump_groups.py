@@ -1,5 +1,5 @@
-"""The groups of a job and the calls of them, from dumps of torch's Flight Recorder: who is in a group,
-which collective a call was, how many bytes it moved.
+"""The groups of a job and the calls of them, from dumps of torch's Flight Recorder: who is in a
+group, which collective a call was, how many bytes it moved.
 
 A dump may leave out the ranks of its groups, as Gloo's does; the dumps of the other ranks tell.
 """
@@ -32,7 +32,8 @@ _KINDS = (
     ("gather", "gather"),
     ("scatter", "scatter"),
 )
-"""Words in torch's names of collectives, such as ``_all_gather_base``, and our kinds; the first that fits."""
+"""Words in torch's names of collectives, such as ``_all_gather_base``, and our kinds; the first
+that fits."""
 RECORDED_DTYPES = {
     "Float": ("float32", 4),
     "Double": ("float64", 8),
@@ -56,8 +57,9 @@ RECORDED_DTYPES = {
 
 
 class DumpGroups:
-    """The groups of a job, from all its dumps. ``inferred``: names of groups whose members no dump lists; ``made_at``:
-    when each collective was first made, by the group's name and its number; ``lossy``: ranks whose rings have lost calls."""
+    """The groups of a job, from all its dumps. ``inferred``: names of groups whose members no dump
+    lists; ``made_at``: when each collective was first made, by the group's name and its number;
+    ``lossy``: ranks whose rings have lost calls."""
 
     def __init__(self, dumps: Sequence[Dump]) -> None:
         self.listed: dict[str, set[tuple[int, ...]]] = {}
@@ -97,13 +99,15 @@ class DumpGroups:
 
     @property
     def assumed(self) -> str:
-        """The sentence on groups whose members no dump lists, by what they are called; empty: there are none."""
+        """The sentence on groups whose members no dump lists, by what they are called; empty: there
+        are none."""
         names = [shortened(printable(self.descriptions.get(name, name), keep="")) for name in self.inferred]
         words = f"{counted(len(names), 'group')} ({', '.join(names[:8])}{', …' if len(names) > 8 else ''})"
         return f"no dump lists the ranks of {words}: taken from who recorded their calls" if names else ""
 
     def group(self, dump: Dump, name: str) -> GroupLog:
-        """The group that ``dump`` calls ``name``. Raises UsageError if its rank is not among those that are listed for it."""
+        """The group that ``dump`` calls ``name``. Raises UsageError if its rank is not among those
+        that are listed for it."""
         description = self.descriptions.get(name, "")
         ranks = dump.group_ranks.get(name)
         if ranks is None and name in self.listed:
@@ -121,10 +125,12 @@ class DumpGroups:
 
 
 def contradicted_lists(dumps: Sequence[Dump]) -> set[tuple[str, tuple[int, ...]]]:
-    """The lists of a group's ranks, with the group's name, that more dumps contradict than have them, or as many.
+    """The lists of a group's ranks, with the group's name, that more dumps contradict than have
+    them, or as many.
 
-    Two lists of one name contradict each other where they differ and have a rank in common: groups of other ranks may
-    share a name. A dump without a list contradicts those of a group that it has calls of if no list has its rank.
+    Two lists of one name contradict each other where they differ and have a rank in common: groups
+    of other ranks may share a name. A dump without a list contradicts those of a group that it has
+    calls of if no list has its rank.
     """
     having: dict[tuple[str, tuple[int, ...]], int] = {}
     for dump in dumps:
@@ -151,8 +157,8 @@ def contradicted_lists(dumps: Sequence[Dump]) -> set[tuple[str, tuple[int, ...]]
 
 
 def _least_sizes(dumps: Sequence[Dump]) -> dict[str, int]:
-    """How many ranks groups have at least, by name: those in which a call is overdue, data was gathered, or a message went
-    to a later member."""
+    """How many ranks groups have at least, by name: those in which a call is overdue, data was
+    gathered, or a message went to a later member."""
     sizes: dict[str, int] = {}
     for dump in dumps:
         for entry in dump.entries:
@@ -169,12 +175,14 @@ def _least_sizes(dumps: Sequence[Dump]) -> dict[str, int]:
 
 
 def collective_kind(name: str) -> str:
-    """Return our kind of a collective that torch calls ``name``; where there is none, torch's name."""
+    """Return our kind of a collective that torch calls ``name``; where there is none, torch's
+    name."""
     return next((kind for word, kind in _KINDS if word in name.lower()), shortened(name))
 
 
 def entry_dtype(entry: Entry) -> tuple[str, int]:
-    """Return the name of an entry's dtype and the bytes of an element; "" without tensors, 0 for bytes that are not known."""
+    """Return the name of an entry's dtype and the bytes of an element; "" without tensors, 0 for
+    bytes that are not known."""
     dtypes = [*entry.input_dtypes, *entry.output_dtypes]
     return RECORDED_DTYPES.get(dtypes[0], (dtypes[0].lower(), 0)) if dtypes else ("", 0)
 
@@ -182,7 +190,8 @@ def entry_dtype(entry: Entry) -> tuple[str, int]:
 def entry_bytes(entry: Entry) -> tuple[int, int]:
     """Return the bytes that go into a call and that come out of it, −1 where they are not known.
 
-    They are not where the recorded sizes are not those of the call, or where ranks need not have them alike.
+    They are not where the recorded sizes are not those of the call, or where ranks need not have
+    them alike.
     """
     name, (_, width) = entry.profiling_name.partition(":")[2], entry_dtype(entry)
     if (entry.input_sizes and not width) or "_v" in name or "coalesced" in name:

@@ -1,7 +1,8 @@
 """The diagnosis of a job from dumps of torch's Flight Recorder, of any backend.
 
-Each dump is read as the log of a rank, and the logs are diagnosed as those that our own ranks write. A dump says less than a log.
-What it leaves out is taken as follows, and :attr:`~commlayer.diagnosis.findings.Diagnosis.assumed` says so:
+Each dump is read as the log of a rank, and the logs are diagnosed as those that our own ranks
+write. A dump says less than a log. What it leaves out is taken as follows, and
+:attr:`~commlayer.diagnosis.findings.Diagnosis.assumed` says so:
 
 - Gloo's recorder notes when a call was made and when it ended. A thread is taken to wait in its last call, if that
   has not ended: which calls are asynchronous is not recorded. A group's ranks are not recorded either: its members are
@@ -16,7 +17,8 @@ What it leaves out is taken as follows, and :attr:`~commlayer.diagnosis.findings
 - A ring that has lost calls, and has none of a group that its dump lists, has lost all calls of it. The rank is taken
   to have made and ended those that others had made before the oldest call in its ring, and no later one.
 
-Rejected: judging each group by itself, as torch's analyzer does: a circle over two groups has nothing wrong in either.
+Rejected: judging each group by itself, as torch's analyzer does: a circle over two groups has
+nothing wrong in either.
 """
 
 from __future__ import annotations
@@ -69,11 +71,12 @@ _MOST_LOST = 8
 def diagnose_dumps(
     dumps: Sequence[Dump], places: Sequence[ProgramPlace] = (), ends: Sequence[ProgramEnd] = ()
 ) -> tuple[list[RankLog], Diagnosis]:
-    """Return the logs that the dumps of one job amount to, and what is wrong. ``places``: where programs are;
-    ``ends``: how some have ended.
+    """Return the logs that the dumps of one job amount to, and what is wrong. ``places``: where
+    programs are; ``ends``: how some have ended.
 
-    Ranks that wait for each other are told of only where a call is overdue: calls may overlap on a device, and be waited for
-    later on a host, so the dumps of a sound job may look like a circle for a moment.
+    Ranks that wait for each other are told of only where a call is overdue: calls may overlap on a
+    device, and be waited for later on a host, so the dumps of a sound job may look like a circle
+    for a moment.
 
     Raises:
         UsageError: dumps that contradict each other.
@@ -107,7 +110,8 @@ def diagnose_dumps(
 
 
 def without_contradictions(dumps: Sequence[Dump], damaged: list[str]) -> list[Dump]:
-    """Return the dumps of which each fits the groups that the others list; ``damaged`` takes what is wrong with the rest."""
+    """Return the dumps of which each fits the groups that the others list; ``damaged`` takes what
+    is wrong with the rest."""
     rest: list[Dump] = []
     sound = list(dumps)
     while len(sound) != len(rest):  # what is left out may have been all that spoke for another one
@@ -162,10 +166,12 @@ def _read(dumps: Sequence[Dump], groups: DumpGroups) -> tuple[list[RankLog], Dia
 
 
 def _outdated(dumps: Sequence[Dump], logs: Sequence[RankLog], diagnosis: Diagnosis) -> set[int]:
-    """The ranks whose dumps are of an earlier moment than what they would be blamed for, or of an earlier hang.
+    """The ranks whose dumps are of an earlier moment than what they would be blamed for, or of an
+    earlier hang.
 
-    Each is known only up to its dump: that a call has not ended on it says nothing where the dump of another rank
-    shows that the call has ended since, and that it is in no call says nothing of one that had not taken a minute by then.
+    Each is known only up to its dump: that a call has not ended on it says nothing where the dump
+    of another rank shows that the call has ended since, and that it is in no call says nothing of
+    one that had not taken a minute by then.
     """
     refuted = {*_refuted(dumps, logs), *_of_earlier_run(logs)}
     if refuted or diagnosis.findings:
@@ -184,7 +190,8 @@ def _outdated(dumps: Sequence[Dump], logs: Sequence[RankLog], diagnosis: Diagnos
 
 
 def _refuted(dumps: Sequence[Dump], logs: Sequence[RankLog]) -> Iterator[int]:
-    """The ranks whose next call of a group has ended on another member after their dumps were written."""
+    """The ranks whose next call of a group has ended on another member after their dumps were
+    written."""
     ended: dict[str, list[tuple[GroupLog, int, Mapping[int, int]]]] = {}
     for dump, log in zip(dumps, logs, strict=True):
         for group in log.groups:
@@ -215,8 +222,8 @@ def _refuted(dumps: Sequence[Dump], logs: Sequence[RankLog]) -> Iterator[int]:
 
 
 def _of_earlier_run(logs: Sequence[RankLog]) -> Iterator[int]:
-    """The ranks on which a call had ended when their dumps were written that another one made after that, as the
-    processes of a later run do."""
+    """The ranks on which a call had ended when their dumps were written that another one made after
+    that, as the processes of a later run do."""
     made_ns: dict[str, dict[int, int]] = {}
     for log in logs:
         for call in log.calls:
@@ -291,8 +298,9 @@ def _has_messages(dumps: Sequence[Dump]) -> bool:
 def _open(
     dumps: Sequence[Dump], diagnosis: Diagnosis, outdated: Collection[int], *, has_messages: bool
 ) -> Iterator[str]:
-    """The sentences on what cannot be told: of devices that have begun none of the calls that are enqueued, where nothing
-    else is found, of ranks whose dumps are outdated, and where messages are not recorded."""
+    """The sentences on what cannot be told: of devices that have begun none of the calls that are
+    enqueued, where nothing else is found, of ranks whose dumps are outdated, and where messages are
+    not recorded."""
     entries = [entry for dump in dumps for entry in dump.entries]
     held = {
         dump.rank
@@ -323,9 +331,9 @@ def _doubted(
 ) -> Diagnosis:
     """The diagnosis with reasons why ranks that are in no call may not be at fault.
 
-    ``doubts``: each with the certainty that remains; ``outdated``: ranks whose dumps are too old. Where
-    a program is known to be, or known to be in a call, stacks have said more of it than that messages
-    are left out.
+    ``doubts``: each with the certainty that remains; ``outdated``: ranks whose dumps are too old.
+    Where a program is known to be, or known to be in a call, stacks have said more of it than that
+    messages are left out.
     """
     waits = []
     written_ns = {dump.rank: dump.written_ns for dump in dumps}
@@ -353,8 +361,9 @@ def _doubted(
 
 @dataclass(frozen=True)
 class _Record:
-    """An entry of a dump in its group. ``peer``: the global rank of a message's other end, −1 for collectives; ``number``:
-    the call's among its group's, or the message's among those of its line."""
+    """An entry of a dump in its group. ``peer``: the global rank of a message's other end, −1 for
+    collectives; ``number``: the call's among its group's, or the message's among those of its
+    line."""
 
     entry: Entry
     group: GroupLog
@@ -368,8 +377,8 @@ class _Record:
 
 
 def _records(dump: Dump, groups: DumpGroups) -> list[_Record]:
-    """The calls of a dump. Where the ring at either end of a message has lost calls, the messages that have not ended are
-    counted alone: they are the newest at both ends."""
+    """The calls of a dump. Where the ring at either end of a message has lost calls, the messages
+    that have not ended are counted alone: they are the newest at both ends."""
     counts: Counter[tuple[str, str, int]] = Counter()
     of_name = {name: groups.group(dump, name) for name in {entry.process_group[0] for entry in dump.entries}}
     records = []
@@ -393,13 +402,15 @@ def _records(dump: Dump, groups: DumpGroups) -> list[_Record]:
 
 
 def _log(dump: Dump, groups: DumpGroups, reading: str) -> RankLog:
-    """Return the log of the rank of ``dump``. ``reading``: which calls have begun on a device, see :func:`_begun`."""
+    """Return the log of the rank of ``dump``. ``reading``: which calls have begun on a device, see
+    :func:`_begun`."""
     records = _records(dump, groups)
     own = list({record.group.key: record.group for record in records}.values())
     order = {group.key: place for place, group in enumerate(own)}
     is_on_host = all(record.entry.is_on_host for record in records)
     begun = records if is_on_host else _begun(records, reading)
-    # A device's rank has a thread for each call that the device is in, the oldest of each line that has not ended.
+    # A device's rank has a thread for each call that the device is in, the oldest of each line that
+    # has not ended.
     oldest: dict[tuple[str, str, int], int] = {}
     for record in begun:
         if not (is_on_host or record.entry.has_ended):
@@ -433,8 +444,9 @@ def _log(dump: Dump, groups: DumpGroups, reading: str) -> RankLog:
 def _begun(records: Sequence[_Record], reading: str) -> list[_Record]:
     """Return the calls that the rank is taken to have made.
 
-    ``reading``: ``recorded``: those of which the recorder says that they have begun; ``enqueued``: all; ``in order``:
-    those that have ended, and the oldest of the others (a message with the others of its batch).
+    ``reading``: ``recorded``: those of which the recorder says that they have begun; ``enqueued``:
+    all; ``in order``: those that have ended, and the oldest of the others (a message with the
+    others of its batch).
     """
     if reading == "enqueued":
         return list(records)
@@ -476,8 +488,8 @@ def _call(record: _Record, place: int, thread: int, *, is_on_host: bool) -> Call
 
 
 def _lost_groups(dump: Dump, groups: DumpGroups) -> Iterator[GroupLog]:
-    """The groups of which the ring of ``dump`` has lost all calls that it had: those that anybody had
-    made before the oldest call in it."""
+    """The groups of which the ring of ``dump`` has lost all calls that it had: those that anybody
+    had made before the oldest call in it."""
     recorded = {entry.process_group[0] for entry in dump.entries}
     oldest_ns = min((entry.time_created_ns for entry in dump.entries), default=0)
     for name in dump.group_ranks if dump.lost else ():
@@ -489,6 +501,7 @@ def _lost_groups(dump: Dump, groups: DumpGroups) -> Iterator[GroupLog]:
 
 
 def _is_overdue(entry: Entry, now_ns: int, most_s: float = math.inf) -> bool:
-    """Whether a call has taken as long as its own timeout (without one, a minute), or ``most_s``."""
+    """Whether a call has taken as long as its own timeout (without one, a minute), or
+    ``most_s``."""
     limit_s = min(entry.timeout_ms / 1e3 or _LONG_WAIT_S, most_s)
     return not entry.has_ended and now_ns - entry.time_created_ns >= limit_s * 1e9

@@ -55,8 +55,8 @@ Judged = dict[str, tuple[list[RankLog], Diagnosis]]
 @dataclass
 class Evidence:
     """All that was found in files, by kind. ``dump_paths``: dumps that have not been read yet;
-    ``unknown``: names of files of no kind; ``keeps_all``: all calls of dumps are kept, also those that
-    ended long ago; ``log_names``: the files of ``logs``, by rank."""
+    ``unknown``: names of files of no kind; ``keeps_all``: all calls of dumps are kept, also those
+    that ended long ago; ``log_names``: the files of ``logs``, by rank."""
 
     logs: list[RankLog] = field(default_factory=list)
     log_names: dict[int, str] = field(default_factory=dict)
@@ -76,7 +76,8 @@ class Evidence:
         return not (self.logs or self.dump_paths or self.dumps or self.watchdogs or self.ras or self.places)
 
     def check_not_empty(self, paths: Sequence[Path], damaged: Sequence[str]) -> None:
-        """Raise UsageError where there is nothing to judge in ``paths``, with what is ``damaged``."""
+        """Raise UsageError where there is nothing to judge in ``paths``, with what is
+        ``damaged``."""
         if not self.is_empty:
             return
         if damaged:
@@ -94,8 +95,9 @@ class Evidence:
         self.dump_paths = []
 
     def judged(self) -> Judged:
-        """Find what is wrong, by the kind that says most; where that names nobody, by the next one that does. Of dumps that
-        have no time it is said which they are: of no call in them it can be told that it is overdue."""
+        """Find what is wrong, by the kind that says most; where that names nobody, by the next one
+        that does. Of dumps that have no time it is said which they are: of no call in them it can
+        be told that it is overdue."""
         first: Judged = {}
         results: Judged = {}
         for judge, is_there in (
@@ -141,7 +143,8 @@ class Evidence:
         return {"": (self.logs, with_cause(diagnosis, self.logs, knows_members=True))}
 
     def _inferred(self, results: Judged) -> Judged:
-        """The results of logs that were inferred, with places and with causes, which are likely at most."""
+        """The results of logs that were inferred, with places and with causes, which are likely at
+        most."""
         judged = {}
         for name, (logs, result) in results.items():
             diagnosis = with_ends(with_places(result, self.places), self.ends)
@@ -239,7 +242,8 @@ def _take(evidence: Evidence, file: EvidenceFile) -> None:
 
 
 def _take_log(evidence: Evidence, log: RankLog, name: str) -> None:
-    """Take the log of a rank, of several of one job the newest. Raises UsageError, which names one that is left out."""
+    """Take the log of a rank, of several of one job the newest. Raises UsageError, which names one
+    that is left out."""
     other = next((each for each in evidence.logs if (each.job, each.rank) == (log.job, log.rank)), None)
     newer_name, older_name = name, evidence.log_names.get(log.rank, "")
     if other is not None and log.now_ns < other.now_ns:

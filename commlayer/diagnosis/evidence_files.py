@@ -38,7 +38,8 @@ _MOST_NESTED = 3
 _MOST_SECONDS = 1 << 33
 """The last time of a file that is believed, in the year 2242."""
 _ZIP_TIME = 0x5455
-"""The field of a zip's member that has its time in seconds since 1970, as unzip and zip write it."""
+"""The field of a zip's member that has its time in seconds since 1970, as unzip and zip write
+it."""
 _HEAD = 4096
 _DAMAGED = (
     ArithmeticError,

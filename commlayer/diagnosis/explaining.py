@@ -71,8 +71,8 @@ _Stamps = dict[Path, tuple[int, int]]
 
 
 class Watch:
-    """The files that come to ``paths`` or change there from now on. Those of before that stay as they
-    are, are left out: ``num_before`` that tell of a hang."""
+    """The files that come to ``paths`` or change there from now on. Those of before that stay as
+    they are, are left out: ``num_before`` that tell of a hang."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.paths = paths
@@ -103,8 +103,8 @@ class Watch:
             yield self.taken()
 
     def look(self) -> _Stamps:
-        """Find the files that have come to tell of a hang since :meth:`taken`, with their stamps; those
-        of texts, which a job goes on writing, as (0, 0)."""
+        """Find the files that have come to tell of a hang since :meth:`taken`, with their stamps;
+        those of texts, which a job goes on writing, as (0, 0)."""
         self._now = _stamps(self.paths)
         for file, (size, _) in self._now.items():
             if size < self._taken.get(file, (0, 0))[0]:  # written anew
@@ -113,7 +113,8 @@ class Watch:
         return {file: changed[file] if kind == "data" else (0, 0) for file, kind in _telling(changed, self._taken)}
 
     def taken(self) -> list[Path]:
-        """List what to diagnose: the paths, or where files of before are left out, all other files."""
+        """List what to diagnose: the paths, or where files of before are left out, all other
+        files."""
         self._taken = dict(self._now)
         before = {file: stamp for file, stamp in self._at_first.items() if self._now.get(file) == stamp}
         if any(_telling(before, {})):
@@ -132,8 +133,8 @@ def _stamps(paths: Sequence[Path]) -> _Stamps:
 
 
 def _telling(stamps: _Stamps, known: _Stamps) -> Iterator[tuple[Path, str]]:
-    """Yield the files that tell of a hang, with what they are. ``known``: of texts, what is new since
-    then."""
+    """Yield the files that tell of a hang, with what they are. ``known``: of texts, what is new
+    since then."""
     for file, (size, changed_ns) in stamps.items():
         with contextlib.suppress(OSError):
             if kind := _kind(file, size, changed_ns, known.get(file, (0, 0))[0]):
@@ -144,8 +145,8 @@ def _telling(stamps: _Stamps, known: _Stamps) -> Iterator[tuple[Path, str]]:
 def _kind(path: Path, size: int, changed_ns: int, since: int) -> str:
     """``data`` or ``text`` for a file that tells of a hang, empty for another one. Raises OSError.
 
-    ``size``, ``changed_ns``: a file is looked into again when it has changed; ``since``: the place from
-    which on a text is.
+    ``size``, ``changed_ns``: a file is looked into again when it has changed; ``since``: the place
+    from which on a text is.
     """
     with path.open("rb") as file:
         head = file.read(_HEAD)

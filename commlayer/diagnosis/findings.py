@@ -49,8 +49,8 @@ def lesser(*certainties: str) -> str:
 
 class NamedCall(msgspec.Struct, frozen=True, kw_only=True):
     """A call in a finding. ``number``: of its group's collectives, or of the messages with ``peer``
-    and ``tag``. ``state``: ``issued`` where a device has not begun it, else ``started`` or ``done``;
-    empty: not made."""
+    and ``tag``. ``state``: ``issued`` where a device has not begun it, else ``started`` or
+    ``done``; empty: not made."""
 
     rank: int
     group: str
@@ -132,10 +132,10 @@ class Missing(msgspec.Struct, frozen=True, kw_only=True, tag="missing"):
     ``late`` (no call holds it), ``silent`` (no log of it) or ``held`` (it waits in calls of its
     own, ``held``, for a rank of which another thread waits here).
 
-    ``last``: the last call that a thread of it made which waits in none; ``at``: where its program is now.
-    ``behind``: who waits for one that waits for it. ``doubt``: the reason why
-    it may be in a call all the same, or only late; ``certainty``: how sure it is then that the rank is
-    at fault, as in :class:`Cause`."""
+    ``last``: the last call that a thread of it made which waits in none; ``at``: where its program
+    is now. ``behind``: who waits for one that waits for it. ``doubt``: the reason why it may be in
+    a call all the same, or only late; ``certainty``: how sure it is then that the rank is at fault,
+    as in :class:`Cause`."""
 
     call: NamedCall
     why: str
@@ -173,12 +173,13 @@ Trouble = Mismatch | Cycle | Missing
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
     """The reason why a job hangs, in one sentence.
 
-    ``what``: ``order`` (of groups), ``skipped`` or ``extra`` (a call that a rank left out, or made too
-    many), ``collective``, ``dtype``, ``operation``, ``root``, ``size`` or ``splits`` (calls that
-    differ in these), ``threads`` (that share a group), ``ended`` (a rank), ``absent`` (a rank is in no
-    call), ``elsewhere`` (its program is known to be at another place), ``no dump`` (of a rank),
-    ``held`` (by a thread of its own rank), ``stalled`` (all have come to a call, and it does not
-    end). ``certainty``: ``proven``, ``likely`` or ``unknown``. ``ranks``: at fault; ``calls``: theirs.
+    ``what``: ``order`` (of groups), ``skipped`` or ``extra`` (a call that a rank left out, or made
+    too many), ``collective``, ``dtype``, ``operation``, ``root``, ``size`` or ``splits`` (calls
+    that differ in these), ``threads`` (that share a group), ``ended`` (a rank), ``absent`` (a rank
+    is in no call), ``elsewhere`` (its program is known to be at another place), ``no dump`` (of a
+    rank), ``held`` (by a thread of its own rank), ``stalled`` (all have come to a call, and it does
+    not end). ``certainty``: ``proven``, ``likely`` or ``unknown``. ``ranks``: at fault; ``calls``:
+    theirs.
     """
 
     what: str
@@ -190,8 +191,8 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
 
 class LastCalls(msgspec.Struct, frozen=True, kw_only=True):
     """The newest call of a group on ``ranks``, which have all come equally far. ``made``, ``done``:
-    how many calls of the group they have made, and how many of these have ended. ``is_assumed``: this
-    is taken for granted, as their rings have lost all calls of the group."""
+    how many calls of the group they have made, and how many of these have ended. ``is_assumed``:
+    this is taken for granted, as their rings have lost all calls of the group."""
 
     ranks: tuple[int, ...]
     made: int
@@ -415,8 +416,8 @@ def _cycles(graph: Graph) -> Iterator[Cycle]:
 
 
 def _circle(start: _Thread, ahead: _Ahead, most: int) -> list[tuple[Blocked, Node]]:
-    """The shortest circle through ``start``, of at most ``most`` steps: each thread with the call that
-    it needs of the next one."""
+    """The shortest circle through ``start``, of at most ``most`` steps: each thread with the call
+    that it needs of the next one."""
     came: dict[_Thread, tuple[_Thread, Node, Blocked]] = {}
     edge, length = [start], 0
     while edge and length < most and start not in came:

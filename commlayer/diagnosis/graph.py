@@ -62,8 +62,8 @@ class Need(NamedTuple):
 
 
 class Blocked(NamedTuple):
-    """A thread of ``rank`` that waits for one of its calls of ``group``, whose key that is. ``call``:
-    where the ring still has it."""
+    """A thread of ``rank`` that waits for one of its calls of ``group``, whose key that is.
+    ``call``: where the ring still has it."""
 
     rank: int
     group: str
@@ -263,8 +263,9 @@ class Graph:
     def behind(
         self, starts: Iterable[Node], *, through_threads: bool = True, only_unmet: bool = False
     ) -> Iterator[Node]:
-        """Yield ``starts`` and the nodes that they wait for, the nearest first. ``through_threads``:
-        also those for which others wait that would have to go on first; ``only_unmet``: by needs that are never met."""
+        """Yield ``starts`` and the nodes that they wait for, the nearest first.
+        ``through_threads``: also those for which others wait that would have to go on first;
+        ``only_unmet``: by needs that are never met."""
         ahead = deque(starts)
         seen = set[Node]()
         while ahead:
@@ -280,8 +281,8 @@ class Graph:
 
     @cached_property
     def stuck(self) -> dict[Node, list[Need]]:
-        """All nodes behind blocked threads that cannot happen any more, whatever free threads do, and
-        which of their needs are not met."""
+        """All nodes behind blocked threads that cannot happen any more, whatever free threads do,
+        and which of their needs are not met."""
         users: dict[Node, list[tuple[Node, Need]]] = {}
         unmet: dict[Node, set[Need]] = {}
         for node in self.behind(each.awaits for each in self.blocked):
@@ -318,8 +319,8 @@ class Graph:
     # Who is waited for, but not stuck
 
     def late(self, blocked: Blocked, *, through_threads: bool = False) -> list[Node]:
-        """The calls that ranks may still make, in no call, for which a thread waits; ``through_threads``:
-        also behind threads that would have to go on first."""
+        """The calls that ranks may still make, in no call, for which a thread waits;
+        ``through_threads``: also behind threads that would have to go on first."""
         return [
             node
             for node in self.behind([blocked.awaits], through_threads=through_threads)

@@ -125,8 +125,8 @@ class Inquiry:
         self._ask(is_timeout=True)
 
     def aborting(self) -> None:
-        """This process ends, as Gloo has it end where sizes differ: ask everybody, while their calls and its own are known. See
-        :class:`commlayer.failures.aborts.AbortSpeaker`."""
+        """This process ends, as Gloo has it end where sizes differ: ask everybody, while their
+        calls and its own are known. See :class:`commlayer.failures.aborts.AbortSpeaker`."""
         self._ask(is_timeout=True, reason="abort")
         self.linger()
 
@@ -406,8 +406,8 @@ def inquiry_of(detector: FailureDetector) -> Inquiry | None:
 def own_answer() -> RankLog | None:
     """The log with which this rank would answer if it were asked now; None where nobody asks.
 
-    ``job`` is the key of the group that asks where that stands alone: logs of two such groups are of
-    two jobs, whose ranks do not know of each other.
+    ``job`` is the key of the group that asks where that stands alone: logs of two such groups are
+    of two jobs, whose ranks do not know of each other.
     """
     asked = next(iter(list(_inquiries)), None)
     if asked is None:

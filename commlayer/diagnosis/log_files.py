@@ -116,7 +116,8 @@ def _read(path: Path) -> RankLog:
 
 
 def parse_log(data: bytes, path: Path) -> RankLog:
-    """Read the log in ``data``, of a file ``path``, which may be in an archive. Raises UsageError."""
+    """Read the log in ``data``, of a file ``path``, which may be in an archive. Raises
+    UsageError."""
     head = parse_record(data, _Head, path, _WHAT)
     if head.format != LOG_FORMAT:
         raise UsageError(

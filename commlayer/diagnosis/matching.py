@@ -109,7 +109,8 @@ def _parts(calls: Mapping[int, CallLog], members: Sequence[int]) -> Unlike | Non
 
 
 def _totals(calls: Mapping[int, CallLog]) -> Unlike | None:
-    """Compare what all members of an all_to_all send with what they expect, in sum, where splits are not known."""
+    """Compare what all members of an all_to_all send with what they expect, in sum, where splits
+    are not known."""
     unknown = any(call.kind != "all_to_all" or min(call.sent, call.received) < 0 for call in calls.values())
     sent, expected = sum(call.sent for call in calls.values()), sum(call.received for call in calls.values())
     if unknown or sent == expected:

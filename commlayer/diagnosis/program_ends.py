@@ -1,8 +1,8 @@
-"""Programs that have ended, from a job's text log: the exception of a rank, as torch's hook prints it
-behind ``[rank3]:``, and the first failure that torchrun names.
+"""Programs that have ended, from a job's text log: the exception of a rank, as torch's hook prints
+it behind ``[rank3]:``, and the first failure that torchrun names.
 
-Rejected: every exception in a log. A rank whose call was broken off, or which its launcher has ended,
-is a consequence of the hang.
+Rejected: every exception in a log. A rank whose call was broken off, or which its launcher has
+ended, is a consequence of the hang.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def _exceptions(lines: Iterable[str]) -> Iterable[ProgramEnd]:
 
 
 def with_ends(diagnosis: Diagnosis, ends: Iterable[ProgramEnd]) -> Diagnosis:
-    """Return the diagnosis in which ranks that others wait for, and whose programs have ended, are gone."""
+    """Return the diagnosis in which ranks that others wait for, and whose programs have ended, are
+    gone."""
     how = {end.rank: end.how for end in ends}
     gone, others = list[Missing](), list[Missing]()
     for missing in diagnosis.waits:

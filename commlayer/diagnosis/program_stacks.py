@@ -75,8 +75,8 @@ def read_stacks(name: str, data: bytes) -> list[ProgramPlace]:
 
 
 def _threads(lines: Sequence[str]) -> Iterator[tuple[int | None, str, list[Site]]]:
-    """The threads in a text: the rank that is named just above the stacks, the thread's name and its
-    frames, innermost first."""
+    """The threads in a text: the rank that is named just above the stacks, the thread's name and
+    its frames, innermost first."""
     above: int | None = None
     name, frames, is_inside, lines_since = "", list[Site](), False, 0
     for line in map(str.rstrip, lines):

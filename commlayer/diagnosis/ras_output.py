@@ -296,8 +296,8 @@ _Progress = tuple[bool, dict[str, tuple[str, ...]]]
 
 
 def _progress(last: RasOutput, before: RasOutput | None) -> _Progress:
-    """Whether some ranks are behind others or dead, and none has launched a call between two outputs; and sentences, by
-    the field of a diagnosis that they belong to."""
+    """Whether some ranks are behind others or dead, and none has launched a call between two
+    outputs; and sentences, by the field of a diagnosis that they belong to."""
     has_trouble = any(_differ(each) or each.untold or each.dead for each in last.communicators)
     if before is None:
         is_open = has_trouble or any(each.silent for each in last.communicators)

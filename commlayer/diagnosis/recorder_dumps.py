@@ -2,9 +2,11 @@
 
 They are JSON, or a pickle that may name nothing to import or to call, of versions from 2.0 on. A
 large job's dumps are read by several processes, each of which keeps of a dump what is needed: for a
-diagnosis the calls that have not ended, and the last ones of each group that have; for times all calls.
+diagnosis the calls that have not ended, and the last ones of each group that have; for times all
+calls.
 
-Rejected: torch's own reader, which needs torch, and unpickles by importing and calling what the file names.
+Rejected: torch's own reader, which needs torch, and unpickles by importing and calling what the
+file names.
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ __all__ = [
 
 _MOST_BYTES = 1 << 28
 _MOST_ENDED = 16
-"""The number of calls of each group that a diagnosis keeps beside those that have not ended, to compare
-calls that differ."""
+"""The number of calls of each group that a diagnosis keeps beside those that have not ended, to
+compare calls that differ."""
 _LEAST_PARALLEL = 16
 """The number of dumps from which on several processes read them."""
 _WRAPPERS = ("typing_extensions.py", "contextlib.py", "functools.py", "warnings.py")
@@ -60,7 +62,8 @@ _MESSAGE = re.compile(r"(send|recv) (\d{1,9})(?:->|<-)(\d{1,9})", re.ASCII)
 _MOST_MEMORY = 4 << 30
 """Bytes that reading a dump may take: a small pickle can ask for any amount."""
 RANK_LIMIT = 1 << 20
-"""No job has so many ranks: a larger number in a file's name is a date, and in a dump it is damaged."""
+"""No job has so many ranks: a larger number in a file's name is a date, and in a dump it is
+damaged."""
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 _Size = Annotated[list[_Count], msgspec.Meta(max_length=64)]
 _Sizes = Annotated[list[_Size], msgspec.Meta(max_length=1 << 16)]
@@ -84,9 +87,10 @@ class MessageEnd(msgspec.Struct):
 class Entry(msgspec.Struct):
     """A call, by the fields of torch's recorder that are used here; a dump has more.
 
-    ``process_group``: the group's name and description; ``profiling_name``: backend and collective, as ``nccl:all_reduce``;
-    ``op_id``: the number of operations of the group by then, with its messages; ``time_discovered_completed_ns``: when torch's
-    watchdog, which looks ten times a second, saw that the call had ended; ``duration_ms``: between events of the device.
+    ``process_group``: the group's name and description; ``profiling_name``: backend and collective,
+    as ``nccl:all_reduce``; ``op_id``: the number of operations of the group by then, with its
+    messages; ``time_discovered_completed_ns``: when torch's watchdog, which looks ten times a
+    second, saw that the call had ended; ``duration_ms``: between events of the device.
     """
 
     process_group: tuple[str, str]
@@ -121,7 +125,8 @@ class Entry(msgspec.Struct):
     @property
     def has_ended(self) -> bool:
         """Whether the call is known to have ended."""
-        # On a device a call that is retired and not completed has timed out; Gloo leaves the state as it was at first.
+        # On a device a call that is retired and not completed has timed out; Gloo leaves the state
+        # as it was at first.
         return self.state == "completed" or (self.is_on_host and self.retired)
 
     @property
@@ -152,10 +157,11 @@ class _Content(msgspec.Struct):
 class Dump:
     """The dump of one rank.
 
-    ``written_ns``: when its file was written; without ``has_time``, when the newest call was made that any dump has;
-    ``entries``: the calls that were kept, oldest first; ``group_ranks``: the ranks of groups, by name, where the dump lists
-    them; ``backends``: whose calls were recorded; ``knows_beginnings``: whether it is recorded which calls have begun on the
-    device; ``lost``: how many of the oldest calls the ring has lost; ``num_left_out``: how many calls of commlayer's own
+    ``written_ns``: when its file was written; without ``has_time``, when the newest call was made
+    that any dump has; ``entries``: the calls that were kept, oldest first; ``group_ranks``: the
+    ranks of groups, by name, where the dump lists them; ``backends``: whose calls were recorded;
+    ``knows_beginnings``: whether it is recorded which calls have begun on the device; ``lost``: how
+    many of the oldest calls the ring has lost; ``num_left_out``: how many calls of commlayer's own
     groups are left out, of which torch's recorder sees but some.
     """
 
@@ -172,8 +178,8 @@ class Dump:
 
 
 def begins_as_dump(head: bytes, name: str) -> bool:
-    """Tell whether a file of this name that begins so looks like a dump: a pickle with a rank in its name, as any program
-    writes pickles, or JSON with a dump's fields."""
+    """Tell whether a file of this name that begins so looks like a dump: a pickle with a rank in
+    its name, as any program writes pickles, or JSON with a dump's fields."""
     if head[:1] == b"\x80":
         return head[1:2] <= b"\x05" and rank_in_name(name, or_last_number=True) is not None
     return head[:1] == b"{" and (b'"entries"' in head or b'"pg_config"' in head)
@@ -187,7 +193,8 @@ def read_dumps(
     *,
     keeps_all: bool = False,
 ) -> list[Dump]:
-    """Read dumps, sorted by rank, which is in a file's name: ``nccl_trace_rank_3``, ``dump-0003.json``.
+    """Read dumps, sorted by rank, which is in a file's name: ``nccl_trace_rank_3``,
+    ``dump-0003.json``.
 
     Args:
         damaged: takes the errors of files that are not sound, or contradict others of their rank: the rest is used.
@@ -216,8 +223,8 @@ def read_dumps(
 
 
 def _one_of_each_rank(dumps: Sequence[Dump], errors: list[str]) -> Iterator[Dump]:
-    """Yield one dump of each rank, by rank: the newest, where it continues the others. ``errors`` takes
-    those left out, save copies."""
+    """Yield one dump of each rank, by rank: the newest, where it continues the others. ``errors``
+    takes those left out, save copies."""
     by_rank: dict[int, list[Dump]] = {}
     for dump in dumps:
         of_rank = by_rank.setdefault(dump.rank, [])
@@ -243,13 +250,15 @@ def _one_of_each_rank(dumps: Sequence[Dump], errors: list[str]) -> Iterator[Dump
 
 
 def _progress(dump: Dump) -> tuple[int, int, int]:
-    """How far a rank had come when its dump was written: its last call, how many have ended, the time."""
+    """How far a rank had come when its dump was written: its last call, how many have ended, the
+    time."""
     last = dump.entries[-1].record_id if dump.entries else -1
     return last, sum(entry.has_ended for entry in dump.entries), dump.written_ns
 
 
 def _continues(newer: Dump, older: Dump) -> bool:
-    """Tell whether two dumps of a rank are of one run: the newer one has the calls of the older one, or only later calls."""
+    """Tell whether two dumps of a rank are of one run: the newer one has the calls of the older
+    one, or only later calls."""
     calls = {entry.record_id: _made(entry) for entry in newer.entries}
     first_ns = min((entry.time_created_ns for entry in newer.entries), default=0)
     return (
@@ -311,7 +320,8 @@ def _read_or_error(path: Path, *, keeps_all: bool) -> Dump | str:
 
 
 def read_dump(path: Path, data: bytes, written_ns: int, *, keeps_all: bool = False) -> Dump:
-    """Read the dump that ``path``, which may be in an archive, has in it. ``keeps_all``: as of :func:`read_dumps`.
+    """Read the dump that ``path``, which may be in an archive, has in it. ``keeps_all``: as of
+    :func:`read_dumps`.
 
     Raises UsageError, which names it.
     """
@@ -394,10 +404,11 @@ def _check_rank(where: str, rank: int, entries: Sequence[Entry], group_ranks: di
 
 
 def _as_of_torch(where: str, entries: Sequence[Entry]) -> None:
-    """Change what torchcomms' recorder notes in another way: calls are numbered from 0, and are retired when they have ended.
+    """Change what torchcomms' recorder notes in another way: calls are numbered from 0, and are
+    retired when they have ended.
 
-    Raises UsageError for calls of several communicators: they share their numbers, messages have no peers, and the ranks that
-    are listed are not the job's.
+    Raises UsageError for calls of several communicators: they share their numbers, messages have no
+    peers, and the ranks that are listed are not the job's.
     """
     if len({entry.process_group for entry in entries}) > 1:
         raise UsageError(
@@ -415,7 +426,8 @@ def _as_of_torch(where: str, entries: Sequence[Entry]) -> None:
 
 
 def rank_in_name(name: str, *, or_last_number: bool = False) -> int | None:
-    """Return the rank in a file's name: of ``nccl_trace_rank_3``; with ``or_last_number`` also of ``dump-0003.json``."""
+    """Return the rank in a file's name: of ``nccl_trace_rank_3``; with ``or_last_number`` also of
+    ``dump-0003.json``."""
     path = Path(name)
     suffix = path.suffix[1:]
     numbers = _RANK.findall(path.name)
@@ -427,8 +439,9 @@ def rank_in_name(name: str, *, or_last_number: bool = False) -> int | None:
 
 @contextmanager
 def _bounded_memory() -> Iterator[None]:
-    """Inside, this process may take ``_MOST_MEMORY`` more address space; MemoryError is raised beyond. No garbage is
-    collected: a dump is a hundred thousand objects, none of which is garbage before it is read."""
+    """Inside, this process may take ``_MOST_MEMORY`` more address space; MemoryError is raised
+    beyond. No garbage is collected: a dump is a hundred thousand objects, none of which is garbage
+    before it is read."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     most = pages * resource.getpagesize() + _MOST_MEMORY
@@ -449,8 +462,9 @@ def _ranks(text: str) -> tuple[int, ...]:
 
 
 def _kept(entries: Sequence[Entry], *, has_lost: bool, keeps_all: bool) -> list[Entry]:
-    """Choose the entries to keep, each with the place that it was called from: where the ring has lost some, no message
-    that has ended, as messages of the two ends are paired by counting them."""
+    """Choose the entries to keep, each with the place that it was called from: where the ring has
+    lost some, no message that has ended, as messages of the two ends are paired by counting
+    them."""
     ended: dict[tuple[str, str], deque[int]] = {}
     kept: dict[int, Entry] = {}
     for place, entry in enumerate(entries):

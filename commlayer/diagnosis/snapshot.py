@@ -149,7 +149,8 @@ def _call(call: Call, group: int, done: int) -> CallLog:
 
 
 def _shares(rows: Sequence[int] | None, num_bytes: int, size: int) -> tuple[int, ...] | None:
-    """The bytes for or from each member; ``rows``: how many go there, empty: even; None: not known."""
+    """The bytes for or from each member; ``rows``: how many go there, empty: even; None: not
+    known."""
     if rows is None or num_bytes < 0 or (rows and len(rows) != size):
         return None
     if not rows:
@@ -188,11 +189,11 @@ def _stacks() -> tuple[dict[int, list[Site]], bool]:
     would be handier, but it has ended a rank of a job with a segmentation fault (Python 3.11.7),
     and a diagnosis must not be what kills a job.
 
-    It comes to the main thread last, so not at all where there are more than a hundred. What it calls
-    itself for each thread, with the interpreter's lock held, is called for that one then. The state of
-    the main thread was kept by that thread itself: to look for it among those of all threads takes
-    several calls, between which others end. Nothing is written where the interpreter does not export
-    the call (Python 3.13), or the main thread has made no group.
+    It comes to the main thread last, so not at all where there are more than a hundred. What it
+    calls itself for each thread, with the interpreter's lock held, is called for that one then. The
+    state of the main thread was kept by that thread itself: to look for it among those of all
+    threads takes several calls, between which others end. Nothing is written where the interpreter
+    does not export the call (Python 3.13), or the main thread has made no group.
     """
     with _memory_file() as file:
         faulthandler.dump_traceback(file, all_threads=True)

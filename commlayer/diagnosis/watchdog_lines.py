@@ -73,8 +73,9 @@ _REPEATED = re.compile(r"\[repeated (\d{1,9})x across cluster\]")
 @dataclass(frozen=True)
 class TimedOutCall:
     """A call that timed out. ``kind``: torch's, such as ``ALLTOALL_BASE``, or :data:`EITHER`;
-    ``elements``, ``expected``: those sent, and those that come out of it, −1: not known; ``issued_ns``,
-    ``noticed_ns``: when it was enqueued, and when the watchdog wrote, in the year 2000, 0: not known."""
+    ``elements``, ``expected``: those sent, and those that come out of it, −1: not known;
+    ``issued_ns``, ``noticed_ns``: when it was enqueued, and when the watchdog wrote, in the year
+    2000, 0: not known."""
 
     number: int
     kind: str
@@ -270,7 +271,8 @@ def _time_ns(line: str) -> int:
 
 
 def _last_failure(events: Sequence[_Event]) -> list[_Event]:
-    """The events after the last long silence, or the last start anew; those without times are of one failure."""
+    """The events after the last long silence, or the last start anew; those without times are of
+    one failure."""
     times = sorted({event.time_ns for event in events if event.time_ns})
     gaps = [later for earlier, later in itertools.pairwise(times) if later - earlier > _FAILURE_GAP_NS]
     latest: dict[tuple[object, ...], tuple[int, int]] = {}
@@ -319,7 +321,8 @@ def _report(job: str, rank: int, events: Sequence[_Event]) -> RankReport:
 
 
 def _named(call: TimedOutCall | None, by: TimedOutCall | None) -> TimedOutCall | None:
-    """The call of a group, with the kind in a line that names the group where it may be either of two."""
+    """The call of a group, with the kind in a line that names the group where it may be either of
+    two."""
     if by is None or (call is not None and (call.kind, call.number) != (EITHER, by.number)):
         return call
     return by if call is None else replace(call, kind=by.kind, elements=by.elements, expected=by.expected)

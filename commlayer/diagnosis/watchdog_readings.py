@@ -56,9 +56,9 @@ _LEAST_KNOWN = 3
 @dataclass(frozen=True)
 class _Group:
     """A group. ``reports``: by the rank that reports; ``ranks``: its members, as far as known;
-    ``is_complete``: whether there can be no others; ``is_in_mesh``: whether there are
-    none by the mesh; ``fault``: why its numbers cannot be compared, empty: they can; ``followed_s``: for
-    how long lines go on after its first timeout."""
+    ``is_complete``: whether there can be no others; ``is_in_mesh``: whether there are none by the
+    mesh; ``fault``: why its numbers cannot be compared, empty: they can; ``followed_s``: for how
+    long lines go on after its first timeout."""
 
     name: str
     description: str
@@ -86,8 +86,8 @@ class _Group:
 def diagnose_watchdogs(
     lines: WatchdogLines, ends: Sequence[ProgramEnd] = ()
 ) -> dict[str, tuple[list[RankLog], Diagnosis]]:
-    """Return of each job in the lines the logs that they amount to, and what is wrong. ``ends``: how programs
-    have ended.
+    """Return of each job in the lines the logs that they amount to, and what is wrong. ``ends``:
+    how programs have ended.
 
     Where nothing is found, ``open`` says which calls have timed out, why it cannot be told who is
     behind, and what to switch on.
@@ -108,7 +108,8 @@ def _diagnosed(
     reports: Sequence[RankReport], lines: WatchdogLines, ends: Sequence[ProgramEnd]
 ) -> tuple[list[RankLog], Diagnosis]:
     by_rank = {report.rank: report for report in reports}
-    # The job has as many ranks at least: up to the last one that is seen, or as many as a call gathers from.
+    # The job has as many ranks at least: up to the last one that is seen, or as many as a call
+    # gathers from.
     gathered = max((count for each in reports for own in each.groups.values() for count in _sizes([own])), default=0)
     last = gathered - 1 if gathered <= 2 * len(by_rank) else 0
     size = max([*by_rank, *(end.rank for end in ends), last]) + 1
@@ -170,9 +171,9 @@ def _culprits(diagnosis: Diagnosis) -> list[Missing]:
 
 
 def _aside(by_rank: dict[int, RankReport], ends: Sequence[ProgramEnd], size: int, followed_s: float) -> Cause | None:
-    """The cause that is seen without knowing who is in which group: a rank whose program has ended, the only
-    one that is in no call, or the few without a line, where all others wait. The watchdog of a rank that
-    lives hears of a timeout wherever its program is."""
+    """The cause that is seen without knowing who is in which group: a rank whose program has ended,
+    the only one that is in no call, or the few without a line, where all others wait. The watchdog
+    of a rank that lives hears of a timeout wherever its program is."""
     how = {end.rank: end.how for end in ends}
     waiting = [rank for rank, report in sorted(by_rank.items()) if report.is_in_flight]
     lost = sorted(set(range(size)) - by_rank.keys() - how.keys())
@@ -200,8 +201,8 @@ def _aside(by_rank: dict[int, RankReport], ends: Sequence[ProgramEnd], size: int
 
 
 def _met(diagnosis: Diagnosis, groups: dict[str, _Group], reports: Iterable[RankReport]) -> Iterator[Waiter]:
-    """The waits in calls that all members that are known have come to. None where a rank is in no call, or a
-    group lacks a member that is not known: what all wait for may be that one."""
+    """The waits in calls that all members that are known have come to. None where a rank is in no
+    call, or a group lacks a member that is not known: what all wait for may be that one."""
     met: set[tuple[str, int]] = set()
     if diagnosis.without or not all(report.is_in_flight for report in reports):
         return
@@ -219,8 +220,8 @@ def _met(diagnosis: Diagnosis, groups: dict[str, _Group], reports: Iterable[Rank
 
 
 def _groups(by_rank: dict[int, RankReport], ended: set[int], size: int) -> dict[str, _Group]:
-    """The groups in which calls have timed out, and the one of all ranks, in a job of ``size`` ranks; ``ended``:
-    ranks whose programs have."""
+    """The groups in which calls have timed out, and the one of all ranks, in a job of ``size``
+    ranks; ``ended``: ranks whose programs have."""
     reports_of: dict[str, dict[int, GroupReport]] = {}
     for rank, report in by_rank.items():
         for name, own in report.groups.items():
@@ -278,8 +279,9 @@ def _faults(reports_of: dict[str, dict[int, GroupReport]]) -> dict[str, str]:
 
 
 def _in_meshes(reports_of: dict[str, dict[int, GroupReport]], faults: dict[str, str], size: int) -> dict[str, range]:
-    """The members of the groups of each dimension of a mesh, where only one mesh of ``size`` ranks at most puts
-    ranks at the places that they report: groups of one description, or which are each rank's n-th one."""
+    """The members of the groups of each dimension of a mesh, where only one mesh of ``size`` ranks
+    at most puts ranks at the places that they report: groups of one description, or which are each
+    rank's n-th one."""
     dimensions: dict[str, list[tuple[str, int, GroupReport]]] = {}
     for name, rank, own in ((name, rank, own) for name, its in reports_of.items() for rank, own in its.items()):
         dimension = own.description or (str(own.index) if own.index > 0 else "")
@@ -304,8 +306,8 @@ def _in_meshes(reports_of: dict[str, dict[int, GroupReport]], faults: dict[str, 
 
 
 def _sizes(reports: Iterable[GroupReport]) -> set[int]:
-    """How many ranks a group has by the call that timed out: as many times as much comes out of an all_gather
-    as goes in, and of a reduce_scatter the reverse. Empty: they do not say."""
+    """How many ranks a group has by the call that timed out: as many times as much comes out of an
+    all_gather as goes in, and of a reduce_scatter the reverse. Empty: they do not say."""
     sizes = set()
     for report in reports:
         call = report.call
@@ -317,7 +319,8 @@ def _sizes(reports: Iterable[GroupReport]) -> set[int]:
 
 
 def _starts(seen: Sequence[tuple[str, int, int]], step: int, count: int) -> dict[str, range]:
-    """The members of each group, if ``count`` ranks that are ``step`` apart are one; empty: they are not."""
+    """The members of each group, if ``count`` ranks that are ``step`` apart are one; empty: they
+    are not."""
     members: dict[str, range] = {}
     for name, rank, place in seen:
         start = rank - place * step
@@ -348,7 +351,8 @@ def _members(reports: dict[int, GroupReport], size: int) -> Sequence[int]:
 
 
 def _dividing(least: int, size: int) -> int:
-    """The number of members, ``least`` or more, that a group can have in a mesh of ``size`` ranks, which it divides."""
+    """The number of members, ``least`` or more, that a group can have in a mesh of ``size`` ranks,
+    which it divides."""
     return next((count for count in range(least, size + 1) if size % count == 0), least)
 
 
@@ -402,7 +406,8 @@ def _log(
             thread = begun.index(own) + 1 if own in begun else 0
             calls.append(_call(len(group_logs), own, own.call, group, thread))
         done = own.call.number - 1 if own.call else own.completed
-        # One whose numbers cannot be compared is the rank's own, so that its call waits for nobody known.
+        # One whose numbers cannot be compared is the rank's own, so that its call waits for nobody
+        # known.
         members = (report.rank,) if group.fault else group.ranks
         has_begun = own in begun or own.call is None
         group_logs.append(
@@ -473,7 +478,8 @@ def _messengers(groups: dict[str, _Group]) -> Iterator[str]:
 
 
 def _open(groups: dict[str, _Group]) -> list[str]:
-    """Say what is known of each group whose calls timed out, and why it does not say who is behind."""
+    """Say what is known of each group whose calls timed out, and why it does not say who is
+    behind."""
     sentences: dict[str, int] = {}
     for group in groups.values():
         calls = {rank: report.call for rank, report in group.reports.items() if report.call is not None}

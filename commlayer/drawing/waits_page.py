@@ -85,7 +85,8 @@ def _summary(diagnosis: Diagnosis) -> list[tuple[str, str]]:
 
 
 def _picture(finding: Cycle | Missing | Mismatch) -> _Picture | None:
-    """Draw who waits for whom, a missing rank on the right, and those that wait for it; None for calls that differ."""
+    """Draw who waits for whom, a missing rank on the right, and those that wait for it; None for
+    calls that differ."""
     if isinstance(finding, Cycle):
         return _circle(finding)
     if not isinstance(finding, Missing):

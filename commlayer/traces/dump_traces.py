@@ -1,14 +1,15 @@
 """Traces made from dumps of torch's Flight Recorder, for the analysis that our own traces have.
 
-A dump says when the host made a call, by the host's wall clock, and that it has ended. How long it took
-is recorded on a device whose events have times (``duration_ms``), from where the rank came to the call.
-All ranks of most collectives end together: nobody has the result before the last rank has come. So the
-rank whose call took least came last, and the others came earlier by what theirs took longer; that needs
-no clock. A call is laid as late as the recorder permits: it ended before it was seen to have ended, and
-before the group's next call began.
+A dump says when the host made a call, by the host's wall clock, and that it has ended. How long it
+took is recorded on a device whose events have times (``duration_ms``), from where the rank came to
+the call. All ranks of most collectives end together: nobody has the result before the last rank has
+come. So the rank whose call took least came last, and the others came earlier by what theirs took
+longer; that needs no clock. A call is laid as late as the recorder permits: it ended before it was
+seen to have ended, and before the group's next call began.
 
-Rejected: the difference of the times at which beginning and end were discovered, for torch looks for
-both at once; and the next call of a thread as the end of the one before it, which may be asynchronous.
+Rejected: the difference of the times at which beginning and end were discovered, for torch looks
+for both at once; and the next call of a thread as the end of the one before it, which may be
+asynchronous.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True)
 class DumpTraces:
-    """The traces of a job's ranks. ``host_errors_ns``: by how much each rank's host stamps may be off from those of the
-    first rank, as far as that is known; ``is_size_known``: whether a dump lists all ranks of the job; ``notes``: the
-    cautions that a reader must know."""
+    """The traces of a job's ranks. ``host_errors_ns``: by how much each rank's host stamps may be
+    off from those of the first rank, as far as that is known; ``is_size_known``: whether a dump
+    lists all ranks of the job; ``notes``: the cautions that a reader must know."""
 
     ranks: list[RankTrace]
     host_errors_ns: dict[int, int]
@@ -52,8 +53,9 @@ class DumpTraces:
 
 @dataclass(slots=True)
 class _RankCall:
-    """An entry of one rank, and the record that it becomes. ``life``: how often its group had been made anew by then, as
-    far as the ring tells; ``nth``: among the entries of its number, of which a coalesced call has several."""
+    """An entry of one rank, and the record that it becomes. ``life``: how often its group had been
+    made anew by then, as far as the ring tells; ``nth``: among the entries of its number, of which
+    a coalesced call has several."""
 
     entry: Entry
     record: CallRecord
@@ -73,7 +75,8 @@ class _RankCall:
 
     @property
     def is_too_long(self) -> bool:
-        """Whether it is recorded to have taken longer than from when it was made until it was seen to have ended."""
+        """Whether it is recorded to have taken longer than from when it was made until it was seen
+        to have ended."""
         seen_ns, ms = self.entry.time_discovered_completed_ns, self.entry.duration_ms
         return bool(seen_ns and ms is not None and ms * 1e6 > seen_ns - self.entry.time_created_ns)
 
@@ -123,7 +126,8 @@ def traces_of_dumps(dumps: Sequence[Dump]) -> DumpTraces:
 
 
 def _calls_by_rank(dumps: Sequence[Dump], groups: DumpGroups) -> dict[int, list[_RankCall]]:
-    """The collectives of each rank, oldest first, with groups named so that no two have one name and the same ranks."""
+    """The collectives of each rank, oldest first, with groups named so that no two have one name
+    and the same ranks."""
     groups_of = {
         dump.rank: {name: groups.group(dump, name) for name in {entry.process_group[0] for entry in dump.entries}}
         for dump in dumps
@@ -136,8 +140,8 @@ def _calls_by_rank(dumps: Sequence[Dump], groups: DumpGroups) -> dict[int, list[
         described = group.description if is_only or not group.description else f"{group.description} ({group.name})"
         words[key] = shortened(described or group.name)
     by_rank = {dump.rank: list(_rank_calls(dump, groups_of[dump.rank], words)) for dump in dumps}
-    # Of groups that were made anew the names say which of them each one is. A ring that has lost calls has lost the
-    # oldest lives of a group, so there they are counted from the newest one.
+    # Of groups that were made anew the names say which of them each one is. A ring that has lost
+    # calls has lost the oldest lives of a group, so there they are counted from the newest one.
     with_losses = {dump.rank for dump in dumps if dump.lost}
     lives: dict[tuple[str, tuple[int, ...], str], dict[int, int]] = defaultdict(dict)
     for each in (each for calls in by_rank.values() for each in calls):
@@ -152,8 +156,8 @@ def _calls_by_rank(dumps: Sequence[Dump], groups: DumpGroups) -> dict[int, list[
 
 
 def _rank_calls(dump: Dump, groups: Mapping[str, GroupLog], words: Mapping[str, str]) -> Iterator[_RankCall]:
-    """The collectives of a dump, oldest first. A group that is made anew counts its calls from 1 again; of a group on
-    several backends each one counts its own."""
+    """The collectives of a dump, oldest first. A group that is made anew counts its calls from 1
+    again; of a group on several backends each one counts its own."""
     latest: Counter[tuple[str, str]] = Counter()
     lives: Counter[tuple[str, str]] = Counter()
     seen: Counter[tuple[str, str, int, int]] = Counter()
@@ -163,8 +167,8 @@ def _rank_calls(dump: Dump, groups: Mapping[str, GroupLog], words: Mapping[str, 
         backend, _, name = entry.profiling_name.partition(":")
         kind = collective_kind(name)
         group = groups[entry.process_group[0]]
-        # In nccl-tests' sense, 0 where they are not known; of an uneven all_to_all what the rank sent or received,
-        # whichever is more.
+        # In nccl-tests' sense, 0 where they are not known; of an uneven all_to_all what the rank
+        # sent or received, whichever is more.
         sent, received = entry_bytes(entry)
         size = received if kind in _SIZED_BY_OUTPUT else sent if kind in _SIZED_BY_INPUT else max(sent, received)
         record = CallRecord(
@@ -192,8 +196,8 @@ def _rank_calls(dump: Dump, groups: Mapping[str, GroupLog], words: Mapping[str, 
 
 
 def _clock_bounds(dumps: Sequence[Dump], calls: _Calls) -> dict[int, tuple[int, int] | None]:
-    """Bound what is to be added to the clock of every rank but the first for that of the first: the middle
-    and half the distance of the bounds, ns; None: they share no call whose end was seen."""
+    """Bound what is to be added to the clock of every rank but the first for that of the first: the
+    middle and half the distance of the bounds, ns; None: they share no call whose end was seen."""
     samples: dict[int, list[Stamps]] = {dump.rank: [] for dump in dumps[1:]}
     for shared in calls.values():
         stamps = {
@@ -211,8 +215,8 @@ def _clock_bounds(dumps: Sequence[Dump], calls: _Calls) -> dict[int, tuple[int, 
 
 
 def _offset_ns(bounds: tuple[int, int] | None) -> int:
-    """The correction of a clock: none where the bounds permit that the hosts' clocks agree, as they are
-    set by NTP far more closely than the recorder looks."""
+    """The correction of a clock: none where the bounds permit that the hosts' clocks agree, as they
+    are set by NTP far more closely than the recorder looks."""
     if bounds is None:
         return 0
     middle, half = bounds
@@ -228,7 +232,8 @@ def _host_errors_ns(bounds: Mapping[int, tuple[int, int] | None]) -> dict[int, i
 
 
 def _lay_out(calls: _Calls, offsets: Mapping[int, int]) -> None:
-    """Write begin and end into the records of calls whose ranks all recorded how long theirs took."""
+    """Write begin and end into the records of calls whose ranks all recorded how long theirs
+    took."""
     latest_ns: dict[tuple[str, tuple[int, ...]], int] = {}
     for (group, ranks, *_), shared in reversed(calls.items()):
         if not all(each.duration_ns and each.record.collective in _ENDS_TOGETHER for each in shared.values()):
