@@ -161,7 +161,13 @@ def _sentences(varied: Varied) -> list[str]:
             sentences.append(f"{lead}{each.way.setup} at every value")
         if (change := _change(varied.variation.kind, each)) and crossing is None:
             sentences.append(f"{lead}{change}")
-        sentences += [f"{lead}{words}" for words in _trust(each)]
+        trust: dict[str, list[str]] = {}  # once for each kind
+        for point in each.points:
+            if point.estimate is not None and (validity := point.estimate.validity) is not None:
+                low, high = (f"{end:+.0%}" for end in (validity.low, validity.high))
+                words = f"{validity.word} ({kind_words(validity.kind)}): 8 of 10 such steps are {low} to {high} longer"
+                trust.setdefault(words, []).append(_written(point.value))
+        sentences += [f"{lead}at {', '.join(where)}: {words}" for words, where in trust.items()]
     if crossing is not None:
         sentences.append(str(crossing))
     elif len(varied.ways) > 1 and varied.variation.kind not in WORDS and len(varied.variation.values) > 1:
@@ -186,17 +192,6 @@ def _notes(request: Request, varied: Varied) -> list[str]:
         request.software.name
     }
     return [*notes, software_words(request)] if is_default else notes
-
-
-def _trust(each: VariedWay) -> list[str]:
-    """How far to trust the estimates: once for each kind."""
-    values: dict[str, list[str]] = {}
-    for point in each.points:
-        if point.estimate is not None and (validity := point.estimate.validity) is not None:
-            low, high = (f"{end:+.0%}" for end in (validity.low, validity.high))
-            words = f"{validity.word} ({kind_words(validity.kind)}): 8 of 10 such steps are {low} to {high} longer"
-            values.setdefault(words, []).append(_written(point.value))
-    return [f"at {', '.join(where)}: {words}" for words, where in values.items()]
 
 
 def _change(kind: str, each: VariedWay) -> str:

@@ -300,10 +300,6 @@ def _edp(setup: Setup) -> _Layout:
     return (setup.cp // inner, setup.tp * inner), (setup.dp // outer, beyond * outer)
 
 
-def _etp_ep(setup: Setup) -> _Layout:
-    return ((setup.etp * setup.ep, 1),) if setup.folded else ((setup.tp, 1), *_ep(setup))
-
-
 _LAYOUTS: dict[str, Callable[[Setup], _Layout]] = {
     "tp": lambda setup: ((setup.tp, 1),),
     "cp": lambda setup: ((setup.cp, setup.tp),),
@@ -316,7 +312,7 @@ _LAYOUTS: dict[str, Callable[[Setup], _Layout]] = {
     "etp": lambda setup: ((setup.etp, 1),),
     "ep": _ep,
     "edp": _edp,
-    "etp_ep": _etp_ep,
+    "etp_ep": lambda setup: ((setup.etp * setup.ep, 1),) if setup.folded else ((setup.tp, 1), *_ep(setup)),
 }
 """The layout of each axis (:meth:`Setup.layout`)."""
 
