@@ -47,7 +47,6 @@ _WINDOW = 32
 _WATCHED = ("all_gather", "all_reduce", "reduce_scatter")
 """Collectives whose calls end on no rank before all have come and their bytes are through; and
 whose size is the same on all."""
-_OF_PLANS = {"all_to_all": "all_to_all_v"}
 
 
 class StayedFlat(NamedTuple):
@@ -165,10 +164,8 @@ class Ledger(Instrument):
                 self.heard()
 
     def _kind(self, choices: AuditedChoices, plan: Plan | None, collective: str, num_bytes: int) -> _Kind:
-        if plan is None:
-            promised_us = choices.promised_flat_us(_OF_PLANS.get(collective, collective), num_bytes)
-        else:
-            promised_us = choices.promised_us(plan)
+        priced = plan or choices.prices.flat_plan(collective, num_bytes)
+        promised_us = None if priced is None else choices.promised_us(priced)
         if not promised_us:
             return _Kind(_Row(), 0.0, -1, plan)
         name, size_class = "flat" if plan is None else plan.name, max(0, num_bytes - 1).bit_length()
@@ -266,7 +263,7 @@ class Ledger(Instrument):
         where += f"over {counted(len(self._counters.ranks), 'rank')} on {counted(len(self._nodes), 'node')}"
         for collective, row in list(self._counters.flat.items()):
             sizes = [size for of, size in list(self._of_flat) if of == collective]
-            why = choices.prices.why_flat(_OF_PLANS.get(collective, collective), max(sizes)) if sizes else ""
+            why = choices.prices.why_flat(collective, max(sizes)) if sizes else ""
             if why:
                 stayed.append(StayedFlat(where, collective, row.calls, row.logical_bytes, why))
         return stayed

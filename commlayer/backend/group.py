@@ -51,18 +51,15 @@ __all__ = ["CommlayerGroup", "GroupParts"]
 _ProcessGroup: Any = dist.ProcessGroup  # its annotations lack the forms in which torch itself calls it
 
 
-_OF_PLANS = {"all_to_all": "all_to_all_v"}
-"""The planner's name of a collective of the backend, where it is something else."""
-
-
 def promised(engine: Executor, call: Call) -> tuple[tuple[tuple[float, float], ...], float] | None:
     """Return what is promised for a call that has run: the times of its plan's steps and the whole,
     µs; None: nothing is."""
-    if call.plan is None:
-        flat_us = engine.choices.prices.flat_us(_OF_PLANS.get(call.collective, call.collective), call.run_bytes)
-        return None if flat_us is None else ((), flat_us)
-    timeline = predicted_timeline(call.plan, engine.choices.prices.planner)
-    return None if timeline is None else (timeline.spans, timeline.total_us)
+    prices = engine.choices.prices
+    plan = call.plan or prices.flat_plan(call.collective, call.run_bytes)
+    timeline = None if plan is None else predicted_timeline(plan, prices.planner)
+    if timeline is None:
+        return None
+    return () if call.plan is None else timeline.spans, timeline.total_us
 
 
 class GroupParts(NamedTuple):

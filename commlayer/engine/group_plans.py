@@ -34,6 +34,8 @@ _SMALLEST_BYTES, _LARGEST_BYTES = 64, 4 << 20
 _CLEAR_GAIN = 1.5
 _SUMS = ("all_reduce", "reduce_scatter")
 _PLANNED = (*_SUMS, "all_gather", "broadcast", "all_to_all_v")
+_OF_PLANS = {"all_to_all": "all_to_all_v"}
+"""The planner's name of a collective of the backend, where it is something else."""
 
 
 class CallPrices:
@@ -166,18 +168,20 @@ class CallPrices:
         except PlanError:
             return None
 
-    def flat_us(self, collective: str, num_bytes: int) -> float | None:
-        """Predict what the backend's own call takes; None where no profile says it."""
+    def flat_plan(self, collective: str, num_bytes: int) -> Plan | None:
+        """Return the backend's own call of ``collective``, in its name for it, as a plan that can be
+        priced; None where it moves nothing between ranks, or no profile prices anything."""
         if self.planner is None or not num_bytes or self.size == 1:
             return None
         try:
-            return price(build(self.traffic(collective, num_bytes), Strategy.FLAT), self.planner.profile).total_us
+            return build(self.traffic(_OF_PLANS.get(collective, collective), num_bytes), Strategy.FLAT)
         except PlanError:
             return None
 
     def why_flat(self, collective: str, num_bytes: int) -> str:
-        """Say why a plain tensor's call goes to the backend's own, by the profile; "" where a plan
-        is predicted to be better."""
+        """Say why a plain tensor's call of ``collective``, in the backend's name for it, goes to the
+        backend's own, by the profile; "" where a plan is predicted to be better."""
+        collective = _OF_PLANS.get(collective, collective)
         if collective not in _PLANNED or self.planner is None:
             return ""
         if collective == "all_to_all_v" and not self.two_level_may_pay:
@@ -376,15 +380,6 @@ class Choices:
             return None
         try:
             return price(plan, planner.profile).total_us * self.experience.factor(plan)
-        except PlanError:
-            return None
-
-    def promised_flat_us(self, collective: str, num_bytes: int) -> float | None:
-        """Predict, as :meth:`promised_us`, what the backend's own call takes."""
-        if self.prices.planner is None or not num_bytes or self.prices.size == 1:
-            return None
-        try:
-            return self.promised_us(build(self.prices.traffic(collective, num_bytes), Strategy.FLAT))
         except PlanError:
             return None
 

@@ -87,7 +87,8 @@ def trials(seed: int) -> Iterator[str]:
             choices.settle(rounds)
             plan = choices.plan(collective, size, is_float=True)
             yield f"  then {name_of(plan)}, spent {number(choices.experience.spent_us)}"
-        promised_us = choices.promised_flat_us(collective, size) if plan is None else choices.promised_us(plan)
+        priced = plan or choices.prices.flat_plan(collective, size)
+        promised_us = None if priced is None else choices.promised_us(priced)
         yield f"  promised {number(promised_us)}"
 
 

@@ -99,8 +99,8 @@ def test_of_events_the_latest_are_kept() -> None:
 def test_only_the_last_groups_that_are_gone_have_ledgers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "_ledgers", [])
     monkeypatch.setattr(ledger, "_ended", None)
-    prices = SimpleNamespace(planner=None, job_planner=None, rates=())
-    choices = SimpleNamespace(promised_flat_us=lambda *_: 10.0, prices=prices, experience=Experience())
+    prices = SimpleNamespace(planner=None, job_planner=None, rates=(), flat_plan=lambda *_: "a flat plan")
+    choices = SimpleNamespace(promised_us=lambda _: 10.0, prices=prices, experience=Experience())
     planned: Any = Planned(choices=choices, global_ranks=(0, 1), nodes=((0,), (1,)), held_s=0.0)
     of_flat = {"plan": None, "collective": "all_to_all", "run_bytes": 1000}
     call: Any = SimpleNamespace(**of_flat, moved_ns=5000, inter_bytes=1000, intra_bytes=0)
