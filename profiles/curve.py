@@ -207,7 +207,10 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
             return min(latency_us + us_per_byte * nbytes, times[0])
         if nbytes == 0:
             return 0.0
-        raise UsageError(f"expected a size of at least 0 bytes, got {nbytes}, for {self._name}")
+        raise UsageError(
+            f"expected a size of at least 0 bytes, got {nbytes}, for {self.collective} on {self.link} with group size "
+            f"{self.group_size}"
+        )
 
     def is_extrapolated(self, nbytes: float) -> bool:
         """Whether ``at(nbytes)`` comes from the fit, not from between two measured sizes. 0 bytes need neither."""
@@ -234,10 +237,6 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     def bandwidth_gbps(self) -> float:
         """The fitted algorithm bandwidth of a message of endless length (fit at the large end)."""
         return 1e-3 / self._high_fit[1]
-
-    @property
-    def _name(self) -> str:
-        return f"{self.collective} on {self.link} with group size {self.group_size}"
 
 
 def _fit(sizes: Sequence[int], times: Sequence[float]) -> tuple[float, float]:
