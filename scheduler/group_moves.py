@@ -209,7 +209,7 @@ def exchanged(tag: int, sent: Iterable[tuple[int, Region]], received: Iterable[t
             messages.append(Message(peer, tag + numbers[peer], region))
             numbers[peer] += 1
         sides.append(tuple(messages))
-    return Moves(*sides)
+    return Moves(sides[0], sides[1])
 
 
 class GroupPlace:

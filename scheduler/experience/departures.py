@@ -56,9 +56,11 @@ class _Usual:
         """Whether enough calls have taught it."""
         return len(self._learnt) >= _LEARNT_FROM
 
-    def learn(self, value: float) -> None:
+    def learn(self, value: float) -> bool:
+        """Learn from a call. Returns whether enough of them have taught it now."""
         self._learnt.append(value)
         self.value = median(self._learnt)
+        return self.is_known
 
     def shift(self, by: float) -> None:
         """Expect it to be other by so much, and learn it anew."""
@@ -100,12 +102,10 @@ class Departures:
                 self._before.append(self._recent[0][0])
             self._recent.append((value - usual.value, usual.is_known))
         # Calls that have departed teach nothing: what is usual would become what it changed to, unseen.
-        if not usual.is_known and self._departed() is None:
-            usual.learn(value)
-            if usual.is_known:
-                self._before.extend(usual.departures())
-                if self._believes_profile and usual.value is not None and abs(usual.value) > _STALE:
-                    self._stale = usual.value
+        if not usual.is_known and self._departed() is None and usual.learn(value):
+            self._before.extend(usual.departures())
+            if self._believes_profile and usual.value is not None and abs(usual.value) > _STALE:
+                self._stale = usual.value
 
     @property
     def is_of_prices(self) -> bool:
