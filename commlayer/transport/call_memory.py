@@ -116,7 +116,9 @@ def as_bytes(x: torch.Tensor) -> torch.Tensor:
     FP8 and NaN payloads too."""
     if x.layout is not _STRIDED or not x.is_contiguous() or x.is_conj() or x.is_neg() or x.requires_grad:
         x = plain(x)
-    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)  # as_row, without a call
+    # As as_row has it, without a call; most are such rows, of which torch makes another view for nothing.
+    row = x if x.dim() == 1 and x.stride(0) == 1 else x.as_strided((x.numel(),), (1,))
+    return row.view(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
