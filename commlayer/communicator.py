@@ -333,7 +333,17 @@ class Communicator:
             self._plans.require(plan, source.numel(), replicated)
         call = self._note(plan, x, source, is_async=works is not None)
         if self._signatures is not None:
-            self._compare(self._signatures, call, what, x, source, replicated)
+            words = signature_words(what, x, source.numel(), sizes=tuple(x.shape), plan=plan)
+            try:
+                self._signatures.compare(call.sequence, words, self._timeout_s)
+                if replicated:
+                    self._signatures.compare_replicas(call.sequence, words, self.grid.rows, source, self._timeout_s)
+            except DisagreementError:  # on all ranks, and nothing was moved
+                self._track.take_back(call)
+                raise
+            except ClusterError as error:  # a rank is gone, or does not come
+                self._break(error)
+                raise
         self.plans_run[plan.name] += 1
         if works is None or self._device_type == "cpu":
             self._issue(call, works, plan, source, target)
@@ -348,23 +358,6 @@ class Communicator:
         call = self._track.note("all_to_all", x.dtype, num_bytes, num_bytes, None, is_async)
         call.sequence, call.plan, call.logical_bytes = self._calls, plan, num_bytes
         return call
-
-    def _compare(
-        self, signatures: SignatureCheck, call: Call, what: str, x: torch.Tensor, source: torch.Tensor, replicated: bool
-    ) -> None:
-        """Raises, on all ranks of the grid, for calls that differ, and where a rank is gone or does
-        not come."""
-        words = signature_words(what, x, source.numel(), sizes=tuple(x.shape), plan=call.plan)
-        try:
-            signatures.compare(call.sequence, words, self._timeout_s)
-            if replicated:
-                signatures.compare_replicas(call.sequence, words, self.grid.rows, source, self._timeout_s)
-        except DisagreementError:  # on all ranks, and nothing was moved
-            self._track.take_back(call)
-            raise
-        except ClusterError as error:
-            self._break(error)
-            raise
 
     def _issue(self, call: Call, works: Works | None, plan: Plan, source: torch.Tensor, target: torch.Tensor) -> None:
         """Run a call in its turn: now, or on the queue's thread; on a lane it is issued from now

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from types import ModuleType
 from typing import Any, NoReturn
@@ -100,23 +100,19 @@ def _groups_of_all_ranks(own: Mapping[str, Any]) -> dict[str, list[tuple[int, ..
     by_axis: dict[str, list[tuple[int, ...]]] = {}
     for sender, each in enumerate(messages):
         for axis, ranks in each.first_of.items():
-            _check_members(messages, axis, sender, ranks)
+            knows = f"a group of the ranks {list(ranks)}"
+            if axis not in _GETTERS or tuple(ranks[:1]) != (sender,) or len(set(ranks)) < len(ranks):
+                _disagree(axis, sender, knows, sender, "no such group")
+            for rank in ranks[1:]:
+                other = messages[rank].member_of.get(axis) if 0 <= rank < len(messages) else None
+                if other != sender:
+                    instead = "of no group" if other is None else f"of a group of which rank {other} is the first"
+                    _disagree(axis, sender, knows, rank, instead)
             by_axis.setdefault(axis, []).append(ranks)
         for axis, first in each.member_of.items():
             if not 0 <= first < len(messages) or sender not in messages[first].first_of.get(axis, ()):
                 _disagree(axis, sender, f"a group of which rank {first} is the first", first, "nothing of it")
     return by_axis
-
-
-def _check_members(messages: Sequence[_Memberships], axis: str, first: int, ranks: Sequence[int]) -> None:
-    """Whether all ranks of a group of which ``first`` says that it is the first say so too."""
-    if axis not in _GETTERS or tuple(ranks[:1]) != (first,) or len(set(ranks)) < len(ranks):
-        _disagree(axis, first, f"a group of the ranks {list(ranks)}", first, "no such group")
-    for rank in ranks[1:]:
-        other = messages[rank].member_of.get(axis) if 0 <= rank < len(messages) else None
-        if other != first:
-            knows = "of no group" if other is None else f"of a group of which rank {other} is the first"
-            _disagree(axis, first, f"a group of the ranks {list(ranks)}", rank, knows)
 
 
 def _disagree(axis: str, rank: int, knows: str, other: int, knows_instead: str) -> NoReturn:

@@ -175,10 +175,18 @@ class TrainingState:
             if id(parameter) in experts:
                 label, holder = experts[id(parameter)]
                 cuts = self._cut("etp")
-                rows = _rows_here(owned.name, parameter)
+                placements = getattr(parameter, "placements", ())
+                if any(not each.is_shard(0) and not each.is_replicate() for each in placements):
+                    raise UsageError(
+                        f"{who()}TrainingState names each expert of {owned.name} by its number, but a DTensor cuts the experts "
+                        f"themselves, as {tuple(placements)}: shard the stack along its first dim alone, as fully_shard does by "
+                        "default"
+                    )
+                first = first_row(parameter)
+                here = range(first, first + local_part(parameter).shape[0])
                 names = {
                     row: f"{label}.{holder.numbers[stacked]}{cuts}"
-                    for row, stacked in enumerate(rows)
+                    for row, stacked in enumerate(here)
                     if holder.numbers[stacked] >= 0
                 }
                 tensors = {key: local_part(tensor) for key, tensor in tensors.items()}
@@ -193,20 +201,6 @@ class TrainingState:
         if self._mesh is None or self._mesh.size(axis) == 1:
             return ""
         return f".{axis}{self._mesh.rank(axis)}of{self._mesh.size(axis)}"
-
-
-def _rows_here(name: str, parameter: nn.Parameter) -> range:
-    """The experts of a stack that this rank has: all of them, or of a DTensor its rows.
-
-    Raises UsageError for a DTensor that cuts the experts themselves.
-    """
-    if any(not each.is_shard(0) and not each.is_replicate() for each in getattr(parameter, "placements", ())):
-        raise UsageError(
-            f"{who()}TrainingState names each expert of {name} by its number, but a DTensor cuts the experts themselves, as "
-            f"{tuple(parameter.placements)}: shard the stack along its first dim alone, as fully_shard does by default"  # type: ignore[attr-defined]
-        )
-    first = first_row(parameter)
-    return range(first, first + local_part(parameter).shape[0])
 
 
 def _require_fit(own: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> None:

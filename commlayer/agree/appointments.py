@@ -165,7 +165,13 @@ class Appointments:
                 self._look()
             return
         if due.decision is None and self._member == 0:
-            due.decision = self._decision(due.appointment)
+            number = due.appointment.number
+            if self._stored().add(f"yes/{number}", 0) == self._size - 1:
+                due.decision = _KEPT
+            elif time.monotonic() > self._until or self._stored().check([f"no/{number}"]):
+                due.decision = _OFF
+            if due.decision is not None:
+                self._stored().set(f"decision/{number}", due.decision)
         elif due.decision is None and self._stored().check([key := f"decision/{due.appointment.number}"]):
             due.decision = bytes(self._stored().get(key))
         if due.decision == _OFF:
@@ -182,18 +188,6 @@ class Appointments:
             if is_early:
                 self._open = _Open(appointment)
         self._stored().add(f"{'yes' if is_early else 'no'}/{appointment.number}", 1)
-
-    def _decision(self, appointment: Appointment) -> bytes | None:
-        """Decide, as member 0, where that is possible already, and write it down."""
-        number = appointment.number
-        if self._stored().add(f"yes/{number}", 0) == self._size - 1:
-            decision = _KEPT
-        elif time.monotonic() > self._until or self._stored().check([f"no/{number}"]):
-            decision = _OFF
-        else:
-            return None
-        self._stored().set(f"decision/{number}", decision)
-        return decision
 
     def _close(self, found: _Open) -> None:
         with self._lock:

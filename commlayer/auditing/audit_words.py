@@ -87,18 +87,7 @@ def group_lines(group: GroupTotals) -> list[str]:
     """Sentences on one group: what was lost, to whom, and over which links. Events are
     :func:`event_lines`."""
     lines = [_lost_line(group)] if group.calls else []
-    lines += _shared_lines(group)
-    lines += _late_lines(group)
-    if abs(group.fabric_rate - 1.0) > 1e-6:
-        lines.append(f"links between nodes: planned with at {group.fabric_rate:.0%} of their rate at the start")
-    lines += [f"slow: {node}" for node in group.slow_nodes]
-    return lines
-
-
-def _shared_lines(group: GroupTotals) -> list[str]:
-    """The part of other groups: calls that ran beside theirs, against those that ran alone, and
-    holds for lanes."""
-    lines, beside = [], group.beside
+    beside = group.beside
     if beside.rank_calls and beside.promised_us:
         num_calls = sum(calls.rank_calls for calls in group.calls)
         ratio = beside.measured_us / beside.promised_us
@@ -111,6 +100,10 @@ def _shared_lines(group: GroupTotals) -> list[str]:
         lines.append(
             f"its chunks were held for {format_us(group.held_us / max(1, len(group.told)))} a rank for lanes before"
         )
+    lines += _late_lines(group)
+    if abs(group.fabric_rate - 1.0) > 1e-6:
+        lines.append(f"links between nodes: planned with at {group.fabric_rate:.0%} of their rate at the start")
+    lines += [f"slow: {node}" for node in group.slow_nodes]
     return lines
 
 

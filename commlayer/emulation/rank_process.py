@@ -134,7 +134,13 @@ class RankProcess:
                 with contextlib.suppress(Exception):
                     exception = pickle.loads(raised.pickled)
         else:
-            text = _own_stacks(self.stacks_fd) if self.job.output is None else self.job.output.last_words()
+            if self.job.output is not None:
+                text = self.job.output.last_words()
+            else:  # the stacks that the rank has written, without the frames of this package and of the forked parent
+                written = os.pread(self.stacks_fd, _STACKS_BYTES, 0).decode(errors="replace")
+                threads = (thread.split("\n") for thread in written.rstrip().split("\n\n"))
+                own = (takewhile(lambda line: not line.endswith(" in rank_main"), lines) for lines in threads)
+                text = "\n".join("\n".join(lines) for lines in own)
             if self.killed_because is not None:
                 reason = f"killed by the cluster {self.killed_because}"
             elif by_signal is not None:
@@ -159,15 +165,6 @@ class RankProcess:
         self.channel.close()
         os.close(self.pid_fd)
         os.close(self.stacks_fd)
-
-
-def _own_stacks(stacks_fd: int) -> str:
-    """The stacks that a rank has written, without the frames of this package and of the forked
-    parent."""
-    text = os.pread(stacks_fd, _STACKS_BYTES, 0).decode(errors="replace")
-    threads = (thread.split("\n") for thread in text.rstrip().split("\n\n"))
-    own = (takewhile(lambda line: not line.endswith(" in rank_main"), lines) for lines in threads)
-    return "\n".join("\n".join(lines) for lines in own)
 
 
 @contextlib.contextmanager

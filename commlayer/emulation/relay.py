@@ -45,18 +45,6 @@ _QUEUE_BYTES = 64 << 20
 """The bytes that one destination may have waiting; beyond, frames are dropped, as a switch does."""
 
 
-def _open_port(name: str) -> socket.socket:
-    port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
-    port.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
-    port.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
-    port.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
-    _set_buffer(port, _SO_RCVBUFFORCE, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
-    _set_buffer(port, _SO_SNDBUFFORCE, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-    port.bind((name, _ETH_P_ALL))
-    port.setblocking(False)
-    return port
-
-
 def _set_buffer(port: socket.socket, force: int, plain: int, size: int) -> None:
     try:
         port.setsockopt(socket.SOL_SOCKET, force, size)
@@ -167,7 +155,17 @@ def start_relay(names: Sequence[str], macs: Sequence[bytes], delay: SharedDelay)
     Raises:
         OSError: no packet sockets.
     """
-    ports = [_open_port(name) for name in names]
+    ports = []
+    for name in names:
+        port = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
+        port.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
+        port.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
+        port.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+        _set_buffer(port, _SO_RCVBUFFORCE, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
+        _set_buffer(port, _SO_SNDBUFFORCE, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        port.bind((name, _ETH_P_ALL))
+        port.setblocking(False)
+        ports.append(port)
     parent_pid = os.getpid()
     pid = syscalls.fork()
     if pid == 0:

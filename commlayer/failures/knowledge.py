@@ -123,7 +123,12 @@ class Knowledge:
         if isinstance(record, Asked):
             return _is_asked_first(self.asked, record)
         if isinstance(record, Absent):
-            return self._is_first_absence(record)
+            # Ranks run out of patience one after the other, each for the same ranks: the first one counts.
+            is_known = any(isinstance(each, Absent) for each in self.ended)
+            if is_known or not record.ranks or not self.members.issuperset(record.ranks):
+                return False
+            self.ended.append(record)
+            return True
         known: dict[Any, Any] = self.left if isinstance(record, Left) else self.gone
         key: Any = record.rank
         if isinstance(record, Report):
@@ -137,16 +142,6 @@ class Knowledge:
         known[key] = record
         if isinstance(record, Gone) or (isinstance(record, Left) and record.is_failure):
             self.ended.append(record)
-        return True
-
-    def _is_first_absence(self, absent: Absent) -> bool:
-        """Ranks run out of patience one after the other, each for the same ranks: the first one
-        counts."""
-        if not absent.ranks or not self.members.issuperset(absent.ranks):
-            return False
-        if any(isinstance(record, Absent) for record in self.ended):
-            return False
-        self.ended.append(absent)
         return True
 
 

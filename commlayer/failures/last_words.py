@@ -50,11 +50,22 @@ letter."""
 def speak_before_sigterm(speaker: Speaker) -> None:
     """Have ``speaker.last_words`` called when SIGTERM comes, if ``speaker`` is still there. Raises
     nothing."""
-    with _lock:
+    global _ends, _reader
+    with _lock, contextlib.suppress(OSError, RuntimeError, AttributeError):  # no descriptors, threads, or such signals
         _speakers.add(speaker)
-        if _ends is None:
-            with contextlib.suppress(OSError, RuntimeError, AttributeError):  # no descriptors, threads, or such signals
-                _listen()
+        if _ends is not None or not _is_default():
+            return
+        reader, writer = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(writer, False)  # the signal's handler is never to wait
+        try:
+            _reader = threading.Thread(target=_await, args=(reader, writer), name="commlayer-sigterm", daemon=True)
+            _reader.start()
+        except RuntimeError:
+            os.close(reader)
+            os.close(writer)
+            raise
+        _ends = reader, writer
+        faulthandler.register(signal.SIGTERM, writer, all_threads=False, chain=False)
 
 
 def say_nothing_more(speaker: Speaker) -> None:
@@ -73,23 +84,6 @@ def say_nothing_more(speaker: Speaker) -> None:
 def _is_default() -> bool:
     """Whether Python knows of no handler: one of this module's is not in its table."""
     return signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
-def _listen() -> None:
-    global _ends, _reader
-    if not _is_default():
-        return
-    reader, writer = os.pipe2(os.O_CLOEXEC)
-    os.set_blocking(writer, False)  # the signal's handler is never to wait
-    try:
-        _reader = threading.Thread(target=_await, args=(reader, writer), name="commlayer-sigterm", daemon=True)
-        _reader.start()
-    except RuntimeError:
-        os.close(reader)
-        os.close(writer)
-        raise
-    _ends = reader, writer
-    faulthandler.register(signal.SIGTERM, writer, all_threads=False, chain=False)
 
 
 def _await(reader: int, writer: int) -> None:

@@ -42,7 +42,18 @@ class Machine(ControlMessage, frozen=True):
 def describe_machine(settings: Settings) -> Machine:
     """This rank's machine. Raises nothing: whatever cannot be found is said to be unknown."""
     name = _interface()
-    interface = _UNKNOWN if name is None else _described(name)
+    interface = _UNKNOWN
+    if name is not None:
+        kind = _number(_asked(name, _SIOCGIFHWADDR), "H")
+        mtu = _number(_asked(name, _SIOCGIFMTU), "i")
+        answer = _ethtool(name, _ETHTOOL_GDRVINFO, 256)
+        driver = _UNKNOWN if answer is None else answer[4:36].split(b"\0")[0].decode("ascii", "replace")
+        answer, speed = _ethtool(name, _ETHTOOL_GSET, 64), _UNKNOWN
+        if answer is not None:  # in Mbit/s, as the driver says
+            low, high = struct.unpack_from("H", answer, 12)[0], struct.unpack_from("H", answer, 28)[0]
+            if (high << 16 | low) not in _UNKNOWN_SPEED:
+                speed = str(high << 16 | low)
+        interface = f"kind {kind} driver {driver} speed {speed} mtu {mtu}"
     processor = platform.machine()
     with contextlib.suppress(OSError):  # the model, of which not every architecture tells the name
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
@@ -65,14 +76,6 @@ def _interface() -> str | None:
     return None
 
 
-def _described(name: str) -> str:
-    kind = _number(_asked(name, _SIOCGIFHWADDR), "H")
-    mtu = _number(_asked(name, _SIOCGIFMTU), "i")
-    answer = _ethtool(name, _ETHTOOL_GDRVINFO, 256)
-    driver = _UNKNOWN if answer is None else answer[4:36].split(b"\0")[0].decode("ascii", "replace")
-    return f"kind {kind} driver {driver} speed {_speed(name)} mtu {mtu}"
-
-
 def _asked(name: str, request: int, data: bytes = b"") -> bytes | None:
     """The kernel's answer (a ``struct ifreq``) to ``request`` about an interface; None where there is none."""
     import fcntl
@@ -93,13 +96,3 @@ def _ethtool(name: str, command: int, size: int) -> bytes | None:
     memory = ctypes.create_string_buffer(struct.pack("I", command), size)
     pointer = struct.pack("P", ctypes.addressof(memory))
     return None if _asked(name, _SIOCETHTOOL, pointer) is None else memory.raw
-
-
-def _speed(name: str) -> str:
-    """In Mbit/s, as the driver says."""
-    answer = _ethtool(name, _ETHTOOL_GSET, 64)
-    if answer is None:
-        return _UNKNOWN
-    low, high = struct.unpack_from("H", answer, 12)[0], struct.unpack_from("H", answer, 28)[0]
-    speed = high << 16 | low
-    return _UNKNOWN if speed in _UNKNOWN_SPEED else str(speed)

@@ -62,7 +62,15 @@ def _largest_bits(rows: torch.Tensor, wire: Wire, index: torch.Tensor | None, li
         torch.bitwise_and(source, constant(mask, shape, integer), out=magnitudes)
         if limit != math.inf:
             magnitudes.masked_fill_(magnitudes >= limit, 0)
-        _raise_to_largest(part, magnitudes, wire)
+        if wire.scaling is Scaling.CHANNEL:
+            torch.maximum(part, magnitudes.amax(0, keepdim=True), out=part)
+        elif wire.scaling is Scaling.TOKEN:
+            torch.amax(magnitudes, 1, keepdim=True, out=part)
+        elif _has_whole_blocks(wire):
+            torch.amax(magnitudes.view(-1, GROUP_SIZE), 1, keepdim=True, out=part)
+        else:
+            for column, block in enumerate(magnitudes.split(GROUP_SIZE, 1)):
+                part[:, column] = block.amax(1)
     return largest
 
 
@@ -112,7 +120,13 @@ def decode_tiles(codes: torch.Tensor, scales: torch.Tensor, wire: Wire, dtype: t
             _scale(wide, factor, wire, wide)
         else:
             _scale(wide.mul_(shift), factor, wire, wide)
-            _cut_and_mark(wide, part, _spread(scale, wire), wire.format, limit)
+            # Products past the limit become the limit; codes of infinity and NaN in marked groups get their values.
+            kind = FORMATS[wire.format]
+            magnitude = code_magnitudes(part, kind)
+            special = torch.where(magnitude == kind.infinity_code, math.inf, math.nan).copysign_(wide)
+            is_special = (magnitude == kind.infinity_code) | (magnitude == kind.nan_code)
+            is_special &= _spread(scale, wire) < 0
+            wide.copy_(torch.where(is_special, special, wide.clamp(-limit, limit)))
         yield wide
 
 
@@ -130,17 +144,6 @@ def _widen(codes: torch.Tensor, wire_format: WireFormat) -> torch.Tensor:
         torch.bitwise_left_shift(bits, constant(7, shape, torch.int16), out=bits)
         torch.bitwise_and(bits, constant(-0x4001, shape, torch.int16), out=bits)  # the sign's copy off the exponent
     return wide.copy_(bits.view(torch.float16))
-
-
-def _cut_and_mark(
-    wide: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, wire_format: WireFormat, limit: float
-) -> None:
-    """Products past ``limit`` become ``limit``; codes of infinity and NaN in marked groups get their values."""
-    kind = FORMATS[wire_format]
-    magnitude = code_magnitudes(codes, kind)
-    special = torch.where(magnitude == kind.infinity_code, math.inf, math.nan).copysign_(wide)
-    is_special = (scales < 0) & ((magnitude == kind.infinity_code) | (magnitude == kind.nan_code))
-    wide.copy_(torch.where(is_special, special, wide.clamp(-limit, limit)))
 
 
 def _sources(rows: torch.Tensor, index: torch.Tensor | None, height: int) -> Iterable[torch.Tensor]:
@@ -168,19 +171,6 @@ def _grid_parts(grid: torch.Tensor, wire: Wire, height: int, rows: int) -> Itera
     if _has_whole_blocks(wire):
         return pieces(grid.view(-1, 1), height * grid.shape[1])
     return pieces(grid, height)
-
-
-def _raise_to_largest(part: torch.Tensor, magnitudes: torch.Tensor, wire: Wire) -> None:
-    """``part`` becomes the maximum of itself and of its groups' magnitudes."""
-    if wire.scaling is Scaling.CHANNEL:
-        torch.maximum(part, magnitudes.amax(0, keepdim=True), out=part)
-    elif wire.scaling is Scaling.TOKEN:
-        torch.amax(magnitudes, 1, keepdim=True, out=part)
-    elif _has_whole_blocks(wire):
-        torch.amax(magnitudes.view(-1, GROUP_SIZE), 1, keepdim=True, out=part)
-    else:
-        for column, block in enumerate(magnitudes.split(GROUP_SIZE, 1)):
-            part[:, column] = block.amax(1)
 
 
 def _scale(x: torch.Tensor, factors: torch.Tensor, wire: Wire, out: torch.Tensor) -> None:
