@@ -1,4 +1,4 @@
-"""Parameters, FLOPs, memory and volumes, against closed forms, and their properties over random models and mappings."""
+"""Parameters, FLOPs and memory, against closed forms, and their properties over random models and mappings."""
 
 from __future__ import annotations
 
