@@ -62,7 +62,7 @@ class Topology:
         """
         compact = text.strip()
         if match := re.fullmatch(r"(\d{1,7})[xX](\d{1,7})", compact, re.ASCII):
-            sizes = [int(match[2])] * int(match[1])
+            sizes = [int(match[2])] * min(int(match[1]), _MAX_RANKS + 1)  # more nodes are refused as these are
         elif re.fullmatch(r"\d{1,7}(\+\d{1,7})+", compact, re.ASCII):
             sizes = [int(size) for size in compact.split("+")]
         else:
