@@ -58,9 +58,8 @@ def plan_ddp(
             continue
         prefix = f"{name}.experts." if name else "experts."
         experts = [prefix + each for each, parameter in part.experts.named_parameters() if parameter.requires_grad]
-        if (
-            set(experts) - model.parameters_to_ignore
-        ):  # nothing else would say that they are averaged with other experts
+        # Nothing else would say that they are averaged with other experts.
+        if set(experts) - model.parameters_to_ignore:
             raise UsageError(
                 f"plan_ddp: rank {dist.get_rank()}: DistributedDataParallel was given {experts[0]}, which is other experts' on "
                 "other ranks: it has overwritten them by rank 0's, and would average their gradients. Make the model anew, leave "

@@ -110,9 +110,8 @@ def bind(script: StreamScript, buffers: Buffers, reduce: Reducer | None, coder: 
     binder = _Binder(buffers, reduce, coder)
     memory = []
     for resource, touched in script.touched:
-        memories = {
-            id(each): each.tensor for buffer, each in buffers.items() if buffer in touched
-        }  # in place: one of both
+        # Where a call is in place, input and output are one.
+        memories = {id(each): each.tensor for buffer, each in buffers.items() if buffer in touched}
         memory.append((resource, tuple(memories.values())))
     return BoundScript(tuple(binder.step(step) for step in script.steps), tuple(memory))
 

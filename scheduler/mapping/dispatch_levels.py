@@ -68,33 +68,32 @@ class DispatchLevels:
 
     def replaced(self, exchanges: Iterable[StepCollective]) -> tuple[StepCollective, ...]:
         """Put these levels' exchanges in place of the flat ones to the experts and back, others as they are."""
-        found: list[StepCollective] = []
-        hidden, sent_bytes = self.job.model.routed_hidden, self.software.activation_bytes
+        sent: list[StepCollective] = []
+        hidden, element_bytes = self.job.model.routed_hidden, self.software.activation_bytes
         choices = self.tokens * self.setup.ep * self.job.model.top_k  # of all ranks, which they tell each other
         for flat in exchanges:
             kind, _, suffix = flat.name.partition("_")
             if flat.axis != "ep" or flat.collective != "all_to_all_v" or kind not in ("dispatch", "combine"):
-                found.append(flat)
+                sent.append(flat)
                 continue
             names = {each: "_".join(filter(None, (kind, each, suffix))) for each in _CALLS}
             rails, inside = (
-                replace(flat, name=names[name], logical_bytes=rows * hidden * sent_bytes, over=over)
+                replace(flat, name=names[name], logical_bytes=rows * hidden * element_bytes, over=over)
                 for name, rows, over in (("rails", self.rail_rows, Span.RAIL), ("inside", self.inside_rows, Span.NODE))
             )
             is_back = suffix.startswith("gradient")
-            rows = (
-                [inside, rails] if (kind == "combine") != is_back else [rails, inside]
-            )  # first those towards the tokens
+            goes_home = (kind == "combine") != is_back  # towards the tokens: first inside the experts' node
+            calls = [inside, rails] if goes_home else [rails, inside]
             if kind == "combine":
                 collective = "reduce_scatter" if is_back else "all_gather"
                 size = choices * WEIGHT_BYTES
                 weights = replace(flat, name=names["weights"], logical_bytes=size, collective=collective)
-                rows = [*rows, weights] if is_back else [weights, *rows]
+                calls = [*calls, weights] if is_back else [weights, *calls]
             elif suffix == "" or (suffix == "again" and self.setup.recompute != "megascale"):
                 size = choices * packed_index_bytes(self.job.model.experts)
-                rows.insert(0, replace(flat, name=names["choices"], logical_bytes=size, collective="all_gather"))
-            found += rows
-        return tuple(found)
+                calls.insert(0, replace(flat, name=names["choices"], logical_bytes=size, collective="all_gather"))
+            sent += calls
+        return tuple(sent)
 
     @property
     def moved_elements(self) -> float:

@@ -83,29 +83,29 @@ def _counted(job: Job, setup: Setup, software: Software, is_moe: bool, *, are_ca
     forward: Counter[str] = Counter()
     backward: Counter[str] = Counter()
     for op in layer_table(job.model, cut_of(setup, software), is_moe):
-        there = back = len(op.moves) + (op.core is not None)
+        num_forward = num_backward = len(op.moves) + (op.core is not None)
         for product in op.products:
             groups = 1 if software.fuses_experts else product.groups
             casts = product.casts if product.casts is not None else (groups, groups)
             in_fp8 = setup.precision != "bf16" and not product.stays_bf16
-            there += groups + casts[0] * in_fp8
-            back += 2 * groups + casts[1] * in_fp8
+            num_forward += groups + casts[0] * in_fp8
+            num_backward += 2 * groups + casts[1] * in_fp8
         if op.name == "router":
-            there += (_ROUTER if software.kernels is None else _ROUTER_BESIDE_KERNELS) - len(op.products)
-            back = max(there, back) if are_calls else back
+            num_forward += (_ROUTER if software.kernels is None else _ROUTER_BESIDE_KERNELS) - len(op.products)
+            num_backward = max(num_forward, num_backward) if are_calls else num_backward
         if op.reorders:  # calls bring rows by sender, and experts want them in their own order
             again = software.kernels is None and job.model.experts > setup.ep
-            there, back = there + 1 + again, back + 1 + again
-        forward[_GRAPHED.get(op.name, "")] += there
-        backward[_GRAPHED.get(op.name, "")] += back
+            num_forward, num_backward = num_forward + 1 + again, num_backward + 1 + again
+        forward[_GRAPHED.get(op.name, "")] += num_forward
+        backward[_GRAPHED.get(op.name, "")] += num_backward
     for launches, calls in ((forward, layer_forward), (backward, layer_backward)):
         for call in calls(job, setup, software, moe=is_moe):
             launches[_GRAPHED.get(call.place, "")] += call.count
     parts = forward.keys() | backward.keys()
-    number, again = (
+    of_forward, of_backward = (
         sum(1 if part in software.graphs else launches[part] for part in parts) for launches in (forward, backward)
     )
-    return LayerLaunches(number, again + number * (setup.recompute == "full"))
+    return LayerLaunches(of_forward, of_backward + of_forward * (setup.recompute == "full"))
 
 
 def waits_for_counts(job: Job, setup: Setup, software: Software, *, posts: bool = False) -> bool:

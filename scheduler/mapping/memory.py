@@ -301,8 +301,14 @@ class _Counting:
             # parameters of one layer that other GPUs keep, and that are here only while they are needed
             absent = sum(elements * (1 - 1 / number) for elements, number in zip(held.layer, self.over, strict=True))
             buffers += absent * (self.gradient_bytes + (_WEIGHT if setup.zero >= 3 else 0))
-        state = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
-        return Memory(**state, activations=activations, buffers=buffers, offloaded=away)
+        return Memory(
+            weights=weights,
+            gradients=gradients,
+            optimizer=optimizer,
+            activations=activations,
+            buffers=buffers,
+            offloaded=away,
+        )
 
     def _under_way(self, held: parameters.StageElements) -> tuple[float, ...]:
         setup = self.setup

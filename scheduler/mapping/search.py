@@ -275,9 +275,8 @@ def _without_collecting() -> Iterator[None]:
         yield
     finally:
         if was_on:
-            if (
-                not gc.get_freeze_count()
-            ):  # all are old at once: else the collector goes through them as through new ones
+            # All are old at once: else the collector goes through them now, as through new ones.
+            if not gc.get_freeze_count():
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
@@ -374,10 +373,8 @@ class _Frontier:
             taken += 1
             if self._progress:
                 self._progress(self.num_valid + taken, self.num_valid + top)
-            setup, time_us = (
-                entry.setup,
-                entry.time_us,
-            )  # final, so the same with more recomputation comes into question
+            # It is final, so the same with more recomputation comes into question.
+            setup, time_us = entry.setup, entry.time_us
             if self._is_open and setup.pp > 1:
                 setup, time_us = replace(setup, pipeline_layout=AUTO_LAYOUT), time_us * (1 - SAME)
             if setup not in self._asked:

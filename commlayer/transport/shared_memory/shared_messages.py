@@ -270,9 +270,8 @@ class SharedMemoryGroup:
                         f"{self.rank} of the group, peer member {peer.rank}, shared memory)"
                     )
                     self.failed(RuntimeError(why), timeout_s)
-                    raise RuntimeError(
-                        why
-                    )  # which no variable here refers to: with its traceback it would keep the group
+                    # An error that no variable here refers to: with its traceback it would keep the group.
+                    raise RuntimeError(why)
                 self._await_news(left_s)
             if awaited.error is not None:
                 raise awaited.error
