@@ -53,8 +53,9 @@ def use_neighbours(group: dist.ProcessGroup, groups: Sequence[Sequence[int]]) ->
             f"rank {dist.get_rank()}: expected groups of the job's ranks without common ones, {own} among them, got {listed}"
         )
     index_of = {rank: index for index, rank in enumerate(job.ranks)}
-    nodes = [{job.topology.node_of(index_of[rank]) for rank in members} for members in (own, *listed)]
-    planned.use_siblings(max(sum(node in touched for touched in nodes[1:]) for node in nodes[0]))
+    own_nodes, *others = ({job.topology.node_of(index_of[rank]) for rank in members} for members in (own, *listed))
+    # How many groups have ranks on that node of this group which most of them share.
+    planned.use_siblings(max(sum(node in nodes for nodes in others) for node in own_nodes))
 
 
 def tell_neighbours(mesh: DeviceMesh) -> None:

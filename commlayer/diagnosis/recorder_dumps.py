@@ -481,14 +481,17 @@ def _kept(entries: Sequence[Entry], *, has_lost: bool, keeps_all: bool) -> list[
             last.append(place)
             if len(last) > _MOST_ENDED:
                 del kept[last.popleft()]
-    for (
-        entry
-    ) in kept.values():  # the innermost place that is neither torch's nor a decorator's; without one, the innermost
-        own = (
-            [frame]
-            for frame in entry.frames
-            if frame.filename and "/torch/" not in frame.filename and frame.filename[:1] != "<"
-            if frame.filename.rpartition("/")[2] not in _WRAPPERS
-        )
-        entry.frames = [] if keeps_all else next(own, entry.frames[:1])
+    for entry in kept.values():
+        entry.frames = [] if keeps_all else _innermost(entry.frames)
     return list(kept.values())
+
+
+def _innermost(frames: list[CallFrame]) -> list[CallFrame]:
+    """The innermost place that is neither torch's nor a decorator's, alone; without one, the
+    innermost."""
+    for frame in frames:
+        file = frame.filename
+        is_own = file and "/torch/" not in file and file[:1] != "<"
+        if is_own and file.rpartition("/")[2] not in _WRAPPERS:
+            return [frame]
+    return frames[:1]

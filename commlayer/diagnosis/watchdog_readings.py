@@ -117,19 +117,11 @@ def _diagnosed(
     ranks = tuple(sorted({*by_rank, *(rank for group in groups.values() for rank in group.ranks)}))
     logs = [_log(report, groups, ranks) for report in reports]
     diagnosis = with_ends(diagnose(logs), ends)
-    times = [sorted(own.call.issued_ns for own in each.groups.values() if own.call) for each in reports]
-    has_order = (
-        all(  # times are far enough from each other to tell in which order each rank's calls in flight were made
-            len(own) < 2
-            or (own[0] and all(later - earlier >= _LEAST_APART_NS for earlier, later in itertools.pairwise(own)))
-            for own in times
-        )
-    )
     assumed = []
     if lines.are_thinned:
         differing = tuple(finding for finding in diagnosis.findings if isinstance(finding, Mismatch))
         diagnosis = msgspec.structs.replace(diagnosis, findings=differing, waits=())
-    elif not diagnosis.findings and not _culprits(diagnosis) and has_order:
+    elif not diagnosis.findings and not _culprits(diagnosis) and _has_order(reports):
         in_order = [_log(report, groups, ranks, only_oldest=True) for report in reports]
         likely = diagnose(in_order)
         if any(isinstance(finding, Cycle) for finding in likely.findings):
@@ -444,6 +436,17 @@ def _call(place: int, own: GroupReport, call: TimedOutCall, group: _Group, threa
         is_async=True,
         issued_ns=call.issued_ns,
     )
+
+
+def _has_order(reports: Iterable[RankReport]) -> bool:
+    """Tell whether the calls that each rank has in flight have times far enough from each other to
+    tell their order."""
+    for report in reports:
+        times = sorted(group.call.issued_ns for group in report.groups.values() if group.call)
+        pairs = itertools.pairwise(times)
+        if len(times) > 1 and (not times[0] or any(later - earlier < _LEAST_APART_NS for earlier, later in pairs)):
+            return False
+    return True
 
 
 # What was inferred, and what is open

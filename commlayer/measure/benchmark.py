@@ -139,18 +139,7 @@ def run_bench(
             result = structs.replace(result, points=(*result.points, point))
             if on_point is not None:
                 on_point(result)
-        timelines = []
-        for size in options.trace_bytes:
-            x, decision, runs = _tokens(size, communicator), communicator.decide(size), []
-            for _ in range(_TRACED_RUNS):
-                dist.barrier()
-                runs.append(communicator.trace(x, decision.plan))
-            # Of these the one is kept that took most nearly as long as the median of the size.
-            (chosen,) = (point.chosen for point in result.points if point.logical_bytes == size)
-            differences = [abs(run.total_us - chosen.p50_us) for run in runs]
-            measured = runs[differences.index(min(differences))]
-            title = f"{decision.plan.name}, {size / 2**20:g} MiB a rank"
-            timelines.append((title, decision.timeline, measured))
+        timelines = [_traced(size, communicator, result) for size in options.trace_bytes]
         dist.barrier()
     return result, timelines
 
@@ -298,3 +287,15 @@ def _row(
         predicted_us=price(plan, profile).total_us if plan else None,
         is_chosen=plan == decision.plan,
     )
+
+
+def _traced(size: int, communicator: Communicator, result: BenchResult) -> tuple[str, Timeline, Timeline]:
+    """Trace the chosen plan: its title, prediction, and of some runs the one that took most nearly as long as the median in
+    ``result``."""
+    x, decision, runs = _tokens(size, communicator), communicator.decide(size), []
+    for _ in range(_TRACED_RUNS):
+        dist.barrier()
+        runs.append(communicator.trace(x, decision.plan))
+    (chosen,) = (point.chosen for point in result.points if point.logical_bytes == size)
+    measured = min(runs, key=lambda run: abs(run.total_us - chosen.p50_us))
+    return f"{decision.plan.name}, {size / 2**20:g} MiB a rank", decision.timeline, measured

@@ -88,7 +88,7 @@ def workload(ranks: Sequence[Selected], topology: Topology) -> list[GroupWork]:
             group=group,
             collective=collective,
             nodes=nodes,
-            siblings=max(Counter(node for each in row.members for node in {node_of[rank] for rank in each}).values()),
+            siblings=_siblings(row.members, node_of),
             num_calls=len(row.sizes),
             median_bytes=round(median(row.sizes)),
             imbalance=median(row.imbalances) if row.imbalances else None,
@@ -102,3 +102,11 @@ def plan_command(work: GroupWork, profile: str) -> str:
     """Return the command that prices a call of the row on a profile."""
     options = f"--collective {work.collective} --bytes {work.median_bytes} --group {work.shape}"
     return f"commlayer plan --profile {shlex.quote(profile)} {options} --siblings {work.siblings}"
+
+
+def _siblings(groups: set[tuple[int, ...]], node_of: dict[int, int]) -> int:
+    """The most groups that use one node."""
+    used: Counter[int] = Counter()
+    for members in groups:
+        used.update({node_of[rank] for rank in members})
+    return max(used.values())
