@@ -224,17 +224,20 @@ def _explained(
     peer = peers[0] if peers else mismatch.peer
     if isinstance(mismatch, CallMismatch):
         own, theirs = mark_text(mismatch.expected), mark_text(mismatch.got)
-        left = f"calls {own}, but rank {peer} calls {theirs}"
-        found, alike, found_by = f"rank {wait.rank} {left}", "of the same dtype, operation and root", ""
+        why = f"calls {own}, but rank {peer} calls {theirs}"
+        words = (
+            f"rank {wait.rank} {why}: ranks must make the same calls, of the same dtype, operation and root; here: {wait}. "
+            "COMMLAYER_DEBUG=detail compares calls before they move a byte"
+        )
     else:
-        found = f"expected {mismatch.expected_bytes} bytes from rank {peer}, got {mismatch.got_bytes}"
-        left = f"expected {mismatch.expected_bytes} bytes from rank {peer} and got {mismatch.got_bytes}"
-        alike, found_by = "with the same sizes", " and names those that differ"
-    transport.abort(f"{left}, so it left the group")
-    return DisagreementError(
-        f"{found}: ranks must make the same calls, {alike}; here: {wait}. COMMLAYER_DEBUG=detail compares calls before "
-        f"they move a byte{found_by}. Nothing more can be sent here: restart the job"
-    )
+        expected, got = mismatch.expected_bytes, mismatch.got_bytes
+        why = f"expected {expected} bytes from rank {peer} and got {got}"
+        words = (
+            f"expected {expected} bytes from rank {peer}, got {got}: ranks must make the same calls, with the same sizes; "
+            f"here: {wait}. COMMLAYER_DEBUG=detail compares calls before they move a byte and names those that differ"
+        )
+    transport.abort(f"{why}, so it left the group")
+    return DisagreementError(f"{words}. Nothing more can be sent here: restart the job")
 
 
 class GlooStep:
