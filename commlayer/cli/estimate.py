@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -109,7 +108,7 @@ def estimate_command(
     chosen: dict[str, Any] = {
         name: (getattr(setup, name),) for name in ("precision", "recompute", "offload", "ep", "etp")
     }
-    request.check(replace(Space(), **chosen))
+    request.check(Space(**chosen))
     runs = runs_of(measured, request, setup)
     add_run(keep_run, measured)
     request = with_fit(request, runs)

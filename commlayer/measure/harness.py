@@ -157,9 +157,6 @@ class HostHarness(Harness):
     _groups: dict[str, PlannedGroup] = field(default_factory=dict, init=False)
     _grid_runner: Runner | None = field(default=None, init=False)
 
-    def begin(self) -> None:
-        """Nothing is to be made ready."""
-
     def on(self) -> contextlib.AbstractContextManager[object]:
         """Return a block in which calls are made: what it launches goes where they are timed."""
         return contextlib.nullcontext()

@@ -377,7 +377,7 @@ def _common(config: _Config, width: str, *, names_head_dim: bool = False) -> Non
 
 
 def _biases(config: _Config, *, output: bool = True, default: bool = False) -> None:
-    """What ``attention_bias`` says of queries, keys and values, and of the output's projection."""
+    """The biases of queries, keys and values, and of the output's projection, by ``attention_bias``."""
     has = config.value("attention_bias", bool, default)
     config.shape["qkv_bias"] = has
     config.shape["vectors"] += config.shape["hidden"] if has and output else 0

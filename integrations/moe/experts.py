@@ -263,7 +263,7 @@ class GroupedExperts(nn.Module):
 
     _calls = 0
     _put_off: Mapping[int, tuple[torch.Tensor, Later]] = MappingProxyType({})
-    """By places among the weights."""
+    """The weights whose gradients are put off, by their places among all three."""
     _lent: LentExperts | None = None
 
     def __init__(

@@ -64,7 +64,7 @@ def explain(result: SearchResult) -> list[str]:
 
 
 def _costs(best: StepEstimate, margin: float) -> list[str]:
-    """What the best waits for, and how much memory it leaves."""
+    """The sentences on the best one's cost: how long it waits for what, and how much memory it leaves."""
     exposed = sorted(((us, lane) for lane, us in best.exposed_us.items() if us > 0), reverse=True)
     total, lanes = sum(us for us, _ in exposed), [f"{lane} {_ms(us)}" for us, lane in exposed]
     waits = ", then ".join(f"{name} ({_ms(us)})" for name, us in best.waits_us.items())
@@ -84,7 +84,8 @@ def _costs(best: StepEstimate, margin: float) -> list[str]:
 
 
 def _alike(result: SearchResult) -> list[str]:
-    """Which mappings only rename an axis, how sure the best's time is, and which are equal within what is known."""
+    """The sentences on mappings that only rename an axis, on how sure the best's time is, and on those
+    that are equal to it within what is known."""
     lines = []
     if count := sum(map(len, result.variants.values())):
         names = ", ".join(map(str, result.variants.get(result.best.setup, ())))

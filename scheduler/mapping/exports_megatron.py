@@ -268,7 +268,7 @@ def _moe(job: Job, setup: Setup, software: Software) -> _Flags:
 
 
 def _memory(setup: Setup) -> _Flags:
-    """What is kept: formats, activations, and the part of the state that each rank has."""
+    """The flags of what is kept: formats, activations, and the part of the state that each rank has."""
     recipe = RECIPES.get(setup.precision)
     name = recipe.megatron if recipe else ""
     if setup.precision == "fp8-deepgemm" or _stands_in_for_delayed(setup):
