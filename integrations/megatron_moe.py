@@ -94,6 +94,9 @@ class MegatronDispatcher:
         folded: what moves the tokens; layers may share it.
         experts: the layer's, where tokens may go in several chunks.
         why_whole: why they may not.
+
+    Attributes:
+        goes_in_chunks: whether the tokens under way go in several chunks, by :meth:`run`.
     """
 
     def __init__(
@@ -113,6 +116,7 @@ class MegatronDispatcher:
         self.folded = folded
         self._experts, self._why_whole = experts, why_whole
         self._handle: DispatchHandle | None = None
+        self.goes_in_chunks = False
         self._shape = torch.Size()
         self._expert_rows: tuple[int, ...] = ()
 
@@ -140,16 +144,12 @@ class MegatronDispatcher:
         except TensorError as error:
             self.folded.refuse(error)
         self._handle = self.folded.prepare(indices, like=tokens, weights=weights, experts=self._experts)
+        self.goes_in_chunks = len(self._handle.chunks) > 1
         self._shape = hidden_states.shape
-        say_first("Megatron-Core", self._first_words)
+        say_first("Megatron-Core", partial(_first_words, self.folded, self._why_whole))
         if self.shared_experts is not None:
             self.shared_experts.pre_forward_comm(hidden_states)
         return tokens, weights
-
-    @property
-    def goes_in_chunks(self) -> bool:
-        """Whether the tokens under way go in several chunks, by :meth:`run`."""
-        return len(self._under_way().chunks) > 1
 
     def run(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         """Send tokens [T, H] and weights [T, K] to the experts, run these and bring the sums back,
@@ -165,15 +165,15 @@ class MegatronDispatcher:
             _compute_second_half(shared)
 
         beside = None if shared is None else compute_shared
-        return self.folded.run(hidden_states, self._under_way(), self._experts, probs, beside=beside)[0]
+        return self.folded.run(hidden_states, _asked_for(self._handle), self._experts, probs, beside=beside)[0]
 
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Send the tokens to their experts: → rows [R, H] sorted by expert, and their weights [R].
 
         Those that go in several chunks, and their weights [T, K], are handed on for :meth:`run`.
         """
-        shared, handle = self.shared_experts, self._under_way()
-        if len(handle.chunks) > 1:
+        shared, handle = self.shared_experts, _asked_for(self._handle)
+        if self.goes_in_chunks:
             return hidden_states, probs
         beside = None if shared is None else shared.linear_fc1_forward_and_act
         rows, self._expert_rows = self.folded.dispatch(hidden_states, handle, beside=beside)
@@ -193,9 +193,9 @@ class MegatronDispatcher:
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Bring the experts' outputs [R, H] back, and sum over choices: [T, H]; hand on what
         :meth:`run` has brought back."""
-        shared, handle = self.shared_experts, self._under_way()
+        shared, handle = self.shared_experts, _asked_for(self._handle)
         self._handle = None
-        if len(handle.chunks) > 1:
+        if self.goes_in_chunks:
             return hidden_states
         beside = None if shared is None else partial(_compute_second_half, shared)
         return self.folded.combine(hidden_states, handle, beside=beside)
@@ -210,22 +210,22 @@ class MegatronDispatcher:
         Megatron-Core ask."""
         return None, None
 
-    def _under_way(self) -> DispatchHandle:
-        if self._handle is None:
-            raise UsageError(
-                f"{who()}Megatron-Core's layer combines, or dispatches, tokens whose way it has not asked for"
-            )
-        return self._handle
 
-    def _first_words(self) -> str:
-        decision, grid = self.folded.decision, self.folded.grid
-        assert decision is not None  # of the call that was just prepared
-        sizes = f"EP {grid.ep.size}" + (f" × ETP {grid.etp.size}" if grid.etp.size > 1 else "")
-        why_one_chunk = f"; always in one chunk: {self._why_whole}" if self._why_whole else ""
-        return (
-            f"Megatron-Core's MoE layers dispatch over {sizes}, planned {planned_from(grid.ep)}; the first {decision.name} by "
-            f"{decision.reason}{why_one_chunk}"
-        )
+def _asked_for(handle: DispatchHandle | None) -> DispatchHandle:
+    if handle is None:
+        raise UsageError(f"{who()}Megatron-Core's layer combines, or dispatches, tokens whose way it has not asked for")
+    return handle
+
+
+def _first_words(folded: TokenDispatcher, why_whole: str | None) -> str:
+    decision, grid = folded.decision, folded.grid
+    assert decision is not None  # of the call that was just prepared
+    sizes = f"EP {grid.ep.size}" + (f" × ETP {grid.etp.size}" if grid.etp.size > 1 else "")
+    why_one_chunk = f"; always in one chunk: {why_whole}" if why_whole else ""
+    return (
+        f"Megatron-Core's MoE layers dispatch over {sizes}, planned {planned_from(grid.ep)}; the first {decision.name} by "
+        f"{decision.reason}{why_one_chunk}"
+    )
 
 
 def _compute_second_half(shared: Any) -> None:

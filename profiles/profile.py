@@ -20,7 +20,7 @@ from commlayer.profiles.errors import PlanError, ProfileError, ProfileMismatchEr
 from commlayer.profiles.files import read_file, write_file
 from commlayer.profiles.links import Peaks, Resource, SlowLink
 from commlayer.profiles.printable import shortened
-from commlayer.profiles.strict_json import convert, parse_object, pretty
+from commlayer.profiles.strict_json import convert, parse_object, pretty, require_field
 from commlayer.profiles.topology import Topology
 
 __all__ = [
@@ -296,21 +296,14 @@ def parse_profile(data: bytes | str, where: str) -> Profile:
         ProfileError: text that is not a sound profile of this version: names the field and the reason.
     """
     content = parse_object(data, where)
-    file_format = content.get("format")
-    if file_format != PROFILE_FORMAT:
-        got = f"got {shortened(repr(file_format))}" if "format" in content else "but it is missing"
-        raise ProfileError(
-            f"{where}: field format: expected {PROFILE_FORMAT!r}, {got}: this is not a commlayer profile"
-        )
+    require_field(content, "format", PROFILE_FORMAT, where, ": this is not a commlayer profile", ProfileError)
     version = content.get("version")
     if isinstance(version, int) and version > VERSION:
         raise ProfileError(
             f"{where}: field version: expected at most {VERSION}, got {shortened(str(version))}: a newer commlayer wrote this "
             "profile. Upgrade commlayer, or measure again with this one"
         )
-    if version != VERSION or isinstance(version, bool):
-        got = f"got {shortened(repr(version))}" if "version" in content else "but it is missing"
-        raise ProfileError(f"{where}: field version: expected {VERSION}, {got}")
+    require_field(content, "version", VERSION, where, refused=ProfileError)
     profile = _convert(content, where)
     _check_fingerprint(profile, where)
     return profile

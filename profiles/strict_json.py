@@ -14,7 +14,7 @@ from commlayer.profiles.errors import ProfileError, UsageError
 from commlayer.profiles.files import MOST_BYTES, StrPath, read_file
 from commlayer.profiles.printable import shortened
 
-__all__ = ["convert", "each_sound", "json_kind", "parse_object", "parse_record", "pretty", "read_data"]
+__all__ = ["convert", "each_sound", "json_kind", "parse_object", "parse_record", "pretty", "read_data", "require_field"]
 
 _T = TypeVar("_T")
 _KINDS = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
@@ -57,6 +57,21 @@ def parse_object(data: bytes | str, where: str, what: str = _PROFILE) -> dict[st
     if not isinstance(content, dict):
         raise refused(f"{where}: expected a JSON object with a {what}, got a JSON {json_kind(content)}")
     return content
+
+
+def require_field(
+    content: Mapping[str, Any],
+    name: str,
+    expected: object,
+    where: str,
+    why: str = "",
+    refused: type[UsageError] = UsageError,
+) -> None:
+    """Raise ``refused``, which begins with ``where`` and ends with ``why``, unless field ``name`` is ``expected``."""
+    value = content.get(name)
+    if value != expected or isinstance(value, bool):
+        got = f"got {shortened(repr(value))}" if name in content else "but it is missing"
+        raise refused(f"{where}: field {name}: expected {expected!r}, {got}{why}")
 
 
 def read_data(path: StrPath, what: str, most_bytes: int = MOST_BYTES) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate, pairwise
 
 from commlayer.profiles.counted import counted
@@ -27,6 +26,9 @@ class Topology:
             not be contiguous.
         hostnames: one name per node, or empty when the topology was declared. Only for people to read: two topologies
             with the same nodes are equal, whatever the nodes are called.
+        shape: "2x4" when all nodes are alike, else "3+4". It says how many ranks, not which.
+        num_nodes, world_size: the numbers of nodes, and of ranks on all nodes together.
+        is_uniform: whether all nodes have the same number of ranks.
 
     Raises:
         TopologyError: no nodes, an empty node, ranks that are not 0 … world_size-1 each exactly once, an order other
@@ -35,13 +37,20 @@ class Topology:
 
     nodes: tuple[tuple[int, ...], ...]
     hostnames: tuple[str, ...] = field(default=(), compare=False)
+    shape: str = field(init=False, repr=False, compare=False)
+    num_nodes: int = field(init=False, repr=False, compare=False)
+    world_size: int = field(init=False, repr=False, compare=False)
+    is_uniform: bool = field(init=False, repr=False, compare=False)
+    _places: dict[int, tuple[int, int]] = field(init=False, repr=False, compare=False)
+    """By rank its node, and its place there."""
 
     def __post_init__(self) -> None:
         if not self.nodes or not all(self.nodes):
             raise TopologyError(f"expected at least one node and at least one rank on each, got {self.nodes}")
-        ranks = sorted(rank for node in self.nodes for rank in node)
-        if ranks != list(range(len(ranks))):
-            raise TopologyError(f"expected each rank from 0 to {len(ranks) - 1} exactly once, got {self.nodes}")
+        sizes = [len(node) for node in self.nodes]
+        places = {rank: (node, at) for node, ranks in enumerate(self.nodes) for at, rank in enumerate(ranks)}
+        if places.keys() != set(range(sum(sizes))):
+            raise TopologyError(f"expected each rank from 0 to {sum(sizes) - 1} exactly once, got {self.nodes}")
         if any(list(node) != sorted(node) for node in self.nodes) or list(self.nodes) != sorted(self.nodes):
             raise TopologyError(
                 f"expected each node's ranks in increasing order, and the nodes by their lowest rank, got {self.nodes}"
@@ -50,6 +59,15 @@ class Topology:
             raise TopologyError(
                 f"expected one hostname for each of {len(self.nodes)} nodes, or none, got {self.hostnames}"
             )
+        derived = {
+            "shape": shape_text(sizes),
+            "num_nodes": len(sizes),
+            "world_size": len(places),
+            "is_uniform": len(set(sizes)) == 1,
+            "_places": places,
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def parse(cls, text: str) -> Topology:
@@ -91,26 +109,6 @@ class Topology:
         return cls(tuple(tuple(ranks) for ranks in members.values()), hostnames=tuple(members))
 
     @property
-    def shape(self) -> str:
-        """ "2x4" when all nodes are alike, else "3+4". It says how many ranks, not which."""
-        return shape_text([len(node) for node in self.nodes])
-
-    @property
-    def num_nodes(self) -> int:
-        """The number of nodes."""
-        return len(self.nodes)
-
-    @cached_property
-    def world_size(self) -> int:
-        """The number of ranks on all nodes together."""
-        return sum(len(node) for node in self.nodes)
-
-    @cached_property
-    def is_uniform(self) -> bool:
-        """Whether all nodes have the same number of ranks."""
-        return len({len(node) for node in self.nodes}) == 1
-
-    @property
     def ranks_per_node(self) -> int:
         """Ranks on each node.
 
@@ -118,25 +116,18 @@ class Topology:
             TopologyError: nodes with different numbers of ranks; it names them.
         """
         if not self.is_uniform:
-            sizes = ", ".join(f"{self._name(node)} has {len(ranks)}" for node, ranks in enumerate(self.nodes))
+            sizes = ", ".join(f"{_named(self, node)} has {len(ranks)}" for node, ranks in enumerate(self.nodes))
             raise TopologyError(
                 f"expected the same number of ranks on every node, got {self.shape}: {sizes}. Start as many ranks on "
                 "each node, or use a strategy that does not need equal nodes (flat)"
             )
         return len(self.nodes[0])
 
-    @cached_property
-    def _places(self) -> tuple[tuple[int, int], ...]:
-        places = [(0, 0)] * self.world_size
-        for node, ranks in enumerate(self.nodes):
-            for local_rank, rank in enumerate(ranks):
-                places[rank] = (node, local_rank)
-        return tuple(places)
-
     def _place(self, rank: int) -> tuple[int, int]:
-        if not 0 <= rank < self.world_size:
+        place = self._places.get(rank)
+        if place is None:
             raise TopologyError(f"expected a rank from 0 to {self.world_size - 1} (topology {self.shape}), got {rank}")
-        return self._places[rank]
+        return place
 
     def node_of(self, rank: int) -> int:
         """The index of the node on which ``rank`` sits."""
@@ -170,11 +161,12 @@ class Topology:
                 else:
                     runs.append([rank, rank])
             ranges = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-            lines.append(f"  {self._name(node)}: {counted(len(ranks), 'rank')} ({ranges})")
+            lines.append(f"  {_named(self, node)}: {counted(len(ranks), 'rank')} ({ranges})")
         return "\n".join(lines)
 
-    def _name(self, node: int) -> str:
-        return f"node {node} ({self.hostnames[node]})" if self.hostnames else f"node {node}"
+
+def _named(topology: Topology, node: int) -> str:
+    return f"node {node} ({topology.hostnames[node]})" if topology.hostnames else f"node {node}"
 
 
 def shape_text(sizes: Sequence[int]) -> str:

@@ -18,7 +18,7 @@ from msgspec import Meta
 from commlayer.profiles.errors import ProfileError, UsageError
 from commlayer.profiles.files import read_file, write_file
 from commlayer.profiles.printable import shortened
-from commlayer.profiles.strict_json import convert, parse_object
+from commlayer.profiles.strict_json import convert, parse_object, require_field
 from commlayer.readers.job_files import JobFiles
 
 __all__ = [
@@ -210,14 +210,8 @@ def _read(path: Path) -> RankAudit:
         raise UsageError(f"{where}: cannot read the audit: {error.strerror or error}") from error
     try:
         content = parse_object(data, where, "commlayer audit")
-        for name, expected in (("format", AUDIT_FORMAT), ("version", AUDIT_VERSION)):
-            value = content.get(name)
-            if value != expected or isinstance(value, bool):
-                got = f"got {shortened(repr(value))}" if name in content else "but it is missing"
-                remedy = (
-                    "this is not a rank's audit" if name == "format" else "read it with the commlayer that wrote it"
-                )
-                raise UsageError(f"{where}: field {name}: expected {expected!r}, {got}: {remedy}")
+        require_field(content, "format", AUDIT_FORMAT, where, ": this is not a rank's audit")
+        require_field(content, "version", AUDIT_VERSION, where, ": read it with the commlayer that wrote it")
         return convert(content, RankAudit, where, {})
     except ProfileError as error:  # of its field
         raise UsageError(str(error)) from error

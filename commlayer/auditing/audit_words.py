@@ -86,7 +86,19 @@ def placement_cells(rank: int, placed: AuditedPlacement) -> list[str]:
 def group_lines(group: GroupTotals) -> list[str]:
     """Sentences on one group: what was lost, to whom, and over which links. Events are
     :func:`event_lines`."""
-    lines = [_lost_line(group)] if group.calls else []
+    lines = []
+    if group.calls:
+        ratio = group.measured_us / group.promised_us if group.promised_us else 0.0
+        lost = f"its calls took {ratio:.2f} times what was promised, {signed_us(group.lost_us)} a rank"
+        if group.late_us is None or group.plan_us is None:
+            why = "no calls were compared over ranks" if group.has_first else "the file of its first rank is missing"
+            lines.append(f"{lost}; how much of it was waiting for late ranks is not known: {why}")
+        else:
+            part = ""
+            if group.compared_calls < group.comparable_calls:
+                part = f" (by {group.compared_calls} of {counted(group.comparable_calls, 'call')})"
+            waiting = f"{format_us(group.late_us)} waiting for ranks that came late{part}"
+            lines.append(f"{lost}: {waiting}, {signed_us(group.plan_us)} by plans, links and what shares these")
     beside = group.beside
     if beside.rank_calls and beside.promised_us:
         num_calls = sum(calls.rank_calls for calls in group.calls)
@@ -120,21 +132,6 @@ def _late_lines(group: GroupTotals) -> list[str]:
         f"waited {format_us(late.waited_us)} for it"
         for late in outstanding
     ]
-
-
-def _lost_line(group: GroupTotals) -> str:
-    ratio = group.measured_us / group.promised_us if group.promised_us else 0.0
-    lost = f"its calls took {ratio:.2f} times what was promised, {signed_us(group.lost_us)} a rank"
-    if group.late_us is None or group.plan_us is None:
-        why = "the file of its first rank is missing" if not group.has_first else "no calls were compared over ranks"
-        return f"{lost}; how much of it was waiting for late ranks is not known: {why}"
-    part = (
-        ""
-        if group.compared_calls >= group.comparable_calls
-        else (f" (by {group.compared_calls} of {counted(group.comparable_calls, 'call')})")
-    )
-    waiting = f"{format_us(group.late_us)} waiting for ranks that came late{part}"
-    return f"{lost}: {waiting}, {signed_us(group.plan_us)} by plans, links and what shares these"
 
 
 def signed_us(time_us: float) -> str:

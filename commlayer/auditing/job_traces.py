@@ -74,7 +74,12 @@ def begin(
         return False
     places = sorted(range(world_size), key=global_ranks.__getitem__)
     gather = partial(_gather, gloo if board is None else Watched(gloo, board), places, None)
-    jobs = gather(_open_job(world_size))
+    open_one, job = recorder(), 0  # which this rank records and can go on with
+    if open_one is not None and open_one.pid == os.getpid() and open_one.world_size == world_size:
+        opener = _opener if _opener is not None and _opener.job == open_one.job else None
+        if opener is None or (opener.gloo() is not None and dist.is_initialized()):
+            job = int(open_one.job, 16)  # else a default group is being made: there was another
+    jobs = gather(job)
     if jobs[0] and len(set(jobs)) == 1:
         return False
     folder = str(settings.in_replica(settings.trace))
@@ -89,20 +94,6 @@ def begin(
         return False
     _opener = _Opener(weakref.ref(gloo), places, opened.job)
     return True
-
-
-def _open_job(world_size: int) -> int:
-    """The job that this rank records and can go on with; 0: none."""
-    open_one = recorder()
-    if open_one is None or open_one.pid != os.getpid() or open_one.world_size != world_size:
-        return 0
-    if _opener is not None and _opener.job == open_one.job:
-        is_over = (
-            _opener.gloo() is None or not dist.is_initialized()
-        )  # a default group is being made: there was another
-        if is_over:
-            return 0
-    return int(open_one.job, 16)
 
 
 def end(gloo: Any, world_size: int, *, with_others: bool) -> None:

@@ -32,7 +32,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -159,21 +159,16 @@ def rest(patience_s: float = _REST_S) -> None:
         time.sleep(_BLIND_REST_S)
         return
     until = time.monotonic() + patience_s
-    quiet = 0
+    me, quiet = str(threading.get_native_id()), 0
     while quiet < _NAPS and time.monotonic() < until:
         time.sleep(_NAP_S)
-        quiet = 0 if any(state == "R" for state in _other_threads()) else quiet + 1
-
-
-def _other_threads() -> Iterator[str]:
-    """The states of the other threads, as in proc(5)."""
-    me = str(threading.get_native_id())
-    for task in _TASKS.iterdir():
-        if task.name != me:
-            try:
-                yield (task / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
-            except OSError:
-                continue  # it has ended
+        states = set()  # of the other threads, as in proc(5)
+        for task in _TASKS.iterdir():
+            with contextlib.suppress(OSError):  # it has ended
+                if task.name != me:
+                    stat = (task / "stat").read_text(encoding="utf-8", errors="replace")
+                    states.add(stat.rpartition(")")[2].split()[0])
+        quiet = 0 if "R" in states else quiet + 1
 
 
 @atexit.register

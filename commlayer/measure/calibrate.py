@@ -231,7 +231,14 @@ def calibrated(
     cached = ranks.from_first(_Cached(entry.text), _Cached).json
     if cached is not None:
         profile = parse_profile(cached, f"the cached profile {key}")
-        off = _moved(profile, topology, ranks) or _drifted(profile, topology, ranks, timeout_s, links)
+        off = _moved(profile, topology, ranks)
+        if not off and links is None:
+            off = why_stale(profile, ranks.size, ranks.time_all_reduce)
+        elif not off:
+            of_all_ranks = probes_of_calls("world", tuple(map(len, topology.nodes)))
+            probe = next(each for each in of_all_ranks if each.key[0] == "all_reduce")
+            with Prober(topology, timeout_s, ranks, links=links) as prober:
+                off = why_stale(profile, ranks.size, lambda num_bytes: prober.runner(probe, num_bytes)())
         if not off:
             return _completed(profile, topology, ranks, timeout_s, entry, links)
         _say(ranks, f"the cached profile {entry.path} does not hold any more and is measured again: {off}")
@@ -267,16 +274,6 @@ def _left_out(profile: Profile) -> str:
     """A sentence on the curves for which a probe had no time; empty where it had."""
     number = profile.environment.get(UNFINISHED)
     return "" if number is None else f" Time was up before {number} of its curves, which later jobs measure."
-
-
-def _drifted(profile: Profile, topology: Topology, ranks: AllRanks, timeout_s: float, links: DeviceLinks | None) -> str:
-    """Say how far a profile is off; empty where it holds. Collective."""
-    if links is None:
-        return why_stale(profile, ranks.size, ranks.time_all_reduce)
-    of_all_ranks = probes_of_calls("world", tuple(map(len, topology.nodes)))
-    probe = next(each for each in of_all_ranks if each.key[0] == "all_reduce")
-    with Prober(topology, timeout_s, ranks, links=links) as prober:
-        return why_stale(profile, ranks.size, lambda num_bytes: prober.runner(probe, num_bytes)())
 
 
 def _measured(

@@ -20,7 +20,7 @@ import msgspec
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.files import StrPath, read_file, write_file
 from commlayer.profiles.printable import shortened
-from commlayer.profiles.strict_json import convert, parse_object, pretty
+from commlayer.profiles.strict_json import convert, parse_object, pretty, require_field
 from commlayer.scheduler.placement.expert_loads import ExpertLoads
 from commlayer.scheduler.placement.expert_placement import Array
 
@@ -91,10 +91,8 @@ def read_routing(path: StrPath) -> ExpertLoads:
             f"{where}: cannot read the routing: {error.strerror or error}. `commlayer routing record` makes such a file"
         ) from error
     content = parse_object(data, where, "commlayer routing")
-    found, version = content.get("format"), content.get("version")
-    if found != ROUTING_FORMAT:
-        got = "but it is missing" if found is None else f"got {shortened(repr(found))}"
-        raise UsageError(f"{where}: field format: expected {ROUTING_FORMAT!r}, {got}: this is no routing file")
+    require_field(content, "format", ROUTING_FORMAT, where, ": this is no routing file")
+    version = content.get("version")
     if isinstance(version, int) and version > _VERSION:
         raise UsageError(
             f"{where}: field version: expected at most {_VERSION}, got {shortened(str(version))}: a newer commlayer wrote it. "

@@ -365,8 +365,8 @@ class GlooCall:
             except RuntimeError as error:
                 raise self._explained(earlier, near.blamed, error) from error
         if far:
-            if self._serves:  # neighbours need not wait for what comes from far away
-                self._serve(earlier)
+            if self._serves and (group := self._transport.shared[self._steps[earlier].op]) is not None:
+                group.serve()  # neighbours need not wait for what comes from far away
             for work, member in far:
                 self._wait_for(work, earlier, member)
 
@@ -421,11 +421,6 @@ class GlooCall:
                 sends.append((near_work, index, parcel[0]))
                 self._serves = True
 
-    def _serve(self, index: int) -> None:
-        shared = self._transport.shared[self._steps[index].op]
-        if shared is not None:
-            shared.serve()
-
     def revise(self, index: int, step: GlooStep, buffers: Buffers) -> None:
         """Say what step ``index``, not posted yet, will do; posts its receives beside those that it
         had."""
@@ -438,8 +433,8 @@ class GlooCall:
         for index in list(self._expected):
             self.require(index, index)
         if self._sends:
-            if self._serves:
-                self._serve(self._sends[0][1])
+            if self._serves and (group := self._transport.shared[self._steps[self._sends[0][1]].op]) is not None:
+                group.serve()
             for work, index, member in self._sends:
                 self._wait_for(work, index, member)
             self._sends.clear()

@@ -147,7 +147,21 @@ class Codec:
     def _accept(self, message: torch.Tensor, rows: torch.Tensor, index: torch.Tensor | None) -> bool:
         """Whether there is anything to do; TensorError where message, rows and index do not fit together."""
         if index is not None:
-            _check_index(index, rows)
+            if rows.dim() != 2 or index.dim() != 1 or index.dtype is not torch.int64 or index.device != rows.device:
+                raise TensorError(
+                    f"an index is int64 [n], of rows [r, W] on the same device; got {index.dtype} {list(index.shape)} on "
+                    f"{index.device} of {list(rows.shape)} on {rows.device}"
+                )
+            if index.numel():
+                lowest, highest = torch.aminmax(index)
+                height = rows.shape[0]
+                if index.is_cuda:  # where nothing waits: a wrong entry is a device assertion
+                    is_inside = (lowest >= 0) & (highest < height)
+                    torch._assert_async(is_inside, "commlayer: an index of rows is out of range")
+                elif int(lowest) < 0 or int(highest) >= height:
+                    raise TensorError(
+                        f"an index of {height} rows goes from 0 to {height - 1}, got {int(lowest)} to {int(highest)}"
+                    )
         if self._is_scaled:
             expected = self.wire_bytes(rows.shape[0] if index is None else index.shape[0])
             _check_message(message, rows, expected, 4)
@@ -199,24 +213,6 @@ def _check_rows(rows: torch.Tensor, wire: Wire, *dtypes: torch.dtype, contiguous
         raise TensorError(f"expected rows [r, {wire.row_elements}], got shape {list(rows.shape)}")
     if contiguous and not rows.is_contiguous():
         raise TensorError(f"rows are written in place and must be contiguous, got strides {list(rows.stride())}")
-
-
-def _check_index(index: torch.Tensor, rows: torch.Tensor) -> None:
-    """Raise TensorError for what is no map to ``rows``. On a GPU nothing waits: there a wrong entry is a device assertion."""
-    if rows.dim() != 2 or index.dim() != 1 or index.dtype is not torch.int64 or index.device != rows.device:
-        raise TensorError(
-            f"an index is int64 [n], of rows [r, W] on the same device; got {index.dtype} {list(index.shape)} on "
-            f"{index.device} of {list(rows.shape)} on {rows.device}"
-        )
-    if index.numel() == 0:
-        return
-    lowest, highest = torch.aminmax(index)
-    if index.is_cuda:
-        torch._assert_async((lowest >= 0) & (highest < rows.shape[0]), "commlayer: an index of rows is out of range")
-    elif int(lowest) < 0 or int(highest) >= rows.shape[0]:
-        raise TensorError(
-            f"an index of {rows.shape[0]} rows goes from 0 to {rows.shape[0] - 1}, got {int(lowest)} to {int(highest)}"
-        )
 
 
 def _check_message(message: torch.Tensor, rows: torch.Tensor, expected: int, multiple: int) -> None:

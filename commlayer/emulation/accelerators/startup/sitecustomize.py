@@ -17,12 +17,8 @@ __all__: list[str] = []
 _HERE = Path(__file__).parent
 
 
-def _run_the_hidden_one() -> None:
-    others = [path for path in sys.path if Path(path or ".").resolve() != _HERE.resolve()]
-    spec = PathFinder.find_spec("sitecustomize", others)
-    if spec is not None and spec.loader is not None:
-        spec.loader.exec_module(module_from_spec(spec))
-
-
 start_with_program()
-_run_the_hidden_one()
+_others = [path for path in sys.path if Path(path or ".").resolve() != _HERE.resolve()]
+_hidden = PathFinder.find_spec("sitecustomize", _others)
+if _hidden is not None and _hidden.loader is not None:
+    _hidden.loader.exec_module(module_from_spec(_hidden))
