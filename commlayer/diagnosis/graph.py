@@ -321,13 +321,5 @@ class Graph:
     def late(self, blocked: Blocked, *, through_threads: bool = False) -> list[Node]:
         """The calls that ranks may still make, in no call, for which a thread waits;
         ``through_threads``: also behind threads that would have to go on first."""
-        return [
-            node
-            for node in self.behind([blocked.awaits], through_threads=through_threads)
-            if node.what == "made"
-            and (
-                (not self.is_made(node) and not self.needs(node))
-                if node.rank in self.views
-                else node.rank not in self.gone
-            )
-        ]
+        nodes = self.behind([blocked.awaits], through_threads=through_threads)
+        return [node for node in nodes if node.what == "made" and not self.is_made(node) and not self.needs(node)]
