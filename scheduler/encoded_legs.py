@@ -44,11 +44,11 @@ class SendBlocks(_Send):
     """Everyone's block goes to its owner."""
 
     def moves(self, place: EncodedPlace, tag: int, chunk: int) -> Moves:
-        mine = place.pieces(0, place.i, chunk)
+        own = place.pieces(0, place.i, chunk)
         return exchanged(
             tag,
             ((k, place.outgoing(0, p)) for i, k in place.others for p in place.pieces(0, i, chunk)),
-            ((k, place.crossed(i, p)) for i, k in place.others for p in mine),
+            ((k, place.crossed(i, p)) for i, k in place.others for p in own),
         )
 
 

@@ -96,14 +96,10 @@ def prometheus_text(audits: Sequence[RankAudit]) -> str:
                 ("group", group.group),
             )
             for calls in group.calls:
-                # The size class in NCCL Inspector's spelling, where KB is 1024 bytes: of one unit, "2-4MB".
-                lower, upper = calls.up_to_bytes // 2, calls.up_to_bytes
-                power = min((max(1, lower).bit_length() - 1) // 10, len(_UNITS) - 1)
-                size_range = f"{lower // 1024**power}-{-(-upper // 1024**power)}{_UNITS[power]}"
                 labels = (
                     *of_group,
                     ("collective", _COLLECTIVES.get(calls.collective, calls.collective)),
-                    ("message_size", size_range),
+                    ("message_size", _size_range(calls.up_to_bytes)),
                     ("algo_proto", calls.plan),
                 )
                 samples.add("commlayer_calls_total", labels, calls.calls)
@@ -127,6 +123,14 @@ def prometheus_text(audits: Sequence[RankAudit]) -> str:
         if time_us and moved_bytes >= 0:
             samples.put(_BUS_BANDWIDTH, labels, moved_bytes / time_us / 1e3)
     return "\n".join(samples.lines()) + "\n"
+
+
+def _size_range(up_to_bytes: int) -> str:
+    """The size class as a range in NCCL Inspector's spelling, where KB is 1024 bytes: of one unit,
+    "2-4MB"."""
+    lower = up_to_bytes // 2
+    power = min((max(1, lower).bit_length() - 1) // 10, len(_UNITS) - 1)
+    return f"{lower // 1024**power}-{-(-up_to_bytes // 1024**power)}{_UNITS[power]}"
 
 
 def _add_first(samples: _Samples, labels: _Labels, group: AuditedGroup) -> None:

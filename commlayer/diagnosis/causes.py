@@ -138,6 +138,18 @@ def _identity(call: CallLog) -> tuple[object, ...]:
     return *shared_signature(call), call.site
 
 
+def _is_known(its: _Calls, theirs: _Calls, number: int) -> bool:
+    """Whether both have made the other one's call ``number`` under one number before.
+
+    Ranks that take turns at two places, as where each broadcasts in its turn, are never at one
+    place.
+    """
+    apart = _identity(theirs[number])
+    return any(
+        at < number and at in its and _identity(its[at]) == _identity(call) == apart for at, call in theirs.items()
+    )
+
+
 def _shift(its: _Calls, theirs: _Calls, number: int) -> int:
     """1: from ``number`` on, a rank's calls are those that others make one later; −1: one before;
     0: neither."""
@@ -185,25 +197,16 @@ def _shifted(group: GroupRecord) -> Cause | None:
     if len(odd) != 1:
         return None
     rank = odd[0]
-    others = [each for each in calls if each != rank and number in calls[each]]
-    other, is_pair = others[0], len(others) == 1  # which one of two is at fault is not seen
+    peers = [each for each in calls if each != rank and number in calls[each]]
+    other, is_pair = peers[0], len(peers) == 1  # which one of two is at fault is not seen
     firsts, seconds = ([calls[each].get(at) for each in (rank, other)] for at in (number, number + 1))
     makers = [{call.maker for call in pair if call is not None} for pair in zip(firsts, seconds, strict=True)]
     are_swapped = any(
         one is not None and two is not None and _identity(one) == _identity(two)
         for one, two in zip(firsts, reversed(seconds), strict=True)
     )
-    # Ranks that take turns at two places, as where each broadcasts in its turn, never make one call
-    # under one number.
-    pairs = [
-        (its, theirs)
-        for its, theirs in [(rank, other), (other, rank)][: 2 if is_pair else 1]
-        if any(
-            at < number and at in calls[its] and _identity(calls[its][at]) == _identity(call) == apart
-            for apart in [_identity(calls[theirs][number])]
-            for at, call in calls[theirs].items()
-        )
-    ]
+    pairs = [(rank, other), (other, rank)] if is_pair else [(rank, other)]
+    pairs = [(its, theirs) for its, theirs in pairs if _is_known(calls[its], calls[theirs], number)]
     what, who = "", ""
     if are_swapped and any(len(each - {NO_THREAD}) > 1 for each in makers):
         what = "threads"
@@ -215,8 +218,9 @@ def _shifted(group: GroupRecord) -> Cause | None:
         for its, theirs in pairs:
             if not what and (shift := _shift(calls[its], calls[theirs], number)):
                 what, rank, other = "skipped" if shift > 0 else "extra", its, theirs
-                left, made = ("left out a call", "made a call too many")[:: 1 if shift > 0 else -1]
-                who = f"rank {rank} has {left} of group {group.name}" + f", or rank {other} has {made}" * is_pair
+                lacks, exceeds = "left out a call", "made a call too many"
+                own, others = (lacks, exceeds) if shift > 0 else (exceeds, lacks)
+                who = f"rank {rank} has {own} of group {group.name}" + f", or rank {other} has {others}" * is_pair
     if not what:
         return None
     call, others_call = (NamedCall.of_log(each, group.name, calls[each][number]) for each in (rank, other))

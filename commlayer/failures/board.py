@@ -357,10 +357,11 @@ class Judge:
                 return self._of_leaver(leaving), True
             silent = [peer for peer, report in reports.items() if report is None]
             if silent:  # they have left the job in good order, or are to be waited for
-                left = next((self._knowledge.left[peer] for peer in silent if peer in self._knowledge.left), None)
-                if left is None:
+                farewells = [self._knowledge.left[peer] for peer in silent if peer in self._knowledge.left]
+                if not farewells:
                     return Blame(tuple(silent), *sources[silent[0]]), False
-                return self._of_leaver(left) if left.is_failure else blame_of(left), True
+                first = farewells[0]
+                return self._of_leaver(first) if first.is_failure else blame_of(first), True
             seen |= set(sources)
             sources = self._waited_for(report for report in reports.values() if report is not None)
             sources = {rank: source for rank, source in sources.items() if rank not in seen}
