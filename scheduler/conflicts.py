@@ -81,8 +81,7 @@ class Forecast:
     """The predicted course of a program.
 
     ``total_us``: until the program and all calls have ended. ``computed``: (name, start, end) of each Compute, µs,
-    ``waited`` of each Wait, by the call's name. ``busy_us``: for how long each resource had something to do,
-    ``peak_us``: for how long it would have had at its link's peak.
+    ``waited`` of each Wait, by the call's name. ``busy_us``: for how long each resource had something to do.
     """
 
     calls: dict[str, CallTimes]
@@ -90,18 +89,11 @@ class Forecast:
     computed: tuple[tuple[str, float, float], ...]
     waited: tuple[tuple[str, float, float], ...]
     busy_us: dict[Resource, float]
-    peak_us: dict[Resource, float]
 
     @property
     def exposed_us(self) -> float:
         """For how long the program waited, µs: what communication costs the step."""
         return sum(end - start for _, start, end in self.waited)
-
-    def link_use(self, link: Resource) -> float:
-        """The bytes that crossed ``link`` over what it could have carried at its peak in ``total_us``; 0.0 where
-        nothing was known.
-        """
-        return self.peak_us.get(link, 0.0) / self.total_us if self.total_us else 0.0
 
 
 def simulate(
@@ -109,25 +101,19 @@ def simulate(
     profile: Profile,
     policy: LanePolicy | None = None,
     *,
-    posting_us: float = 0.0,
     interference: bool = True,
-    by_connection: bool = True,
 ) -> Forecast:
     """Predict the course of ``program`` on the cluster that ``profile`` describes.
 
     ``policy`` None: without lanes, all calls are alike. The plans are taken as they are: whether a lower lane's call is
-    cut finely is the chooser's decision, so a comparison needs two programs. ``posting_us``: what each step that is
-    posted costs the processor that computes, µs; the program's computation is longer by as much (waiting is not: the
-    processor is free then). ``by_connection``: see :func:`~commlayer.scheduler.step_model.loads_of`. Other slowdowns,
-    also of COMPUTE beside a link, are ``profile.replace(interference=…)``.
+    cut finely is the chooser's decision, so a comparison needs two programs. Slowdowns, also of COMPUTE beside a link,
+    are ``profile.replace(interference=…)``.
 
-    Deterministic. Raises UsageError for a Wait for what was not issued, a name issued twice, or a cost below 0;
-    PlanError where the profile cannot price a plan.
+    Deterministic. Raises UsageError for a Wait for what was not issued, and for a name issued twice; PlanError where
+    the profile cannot price a plan.
     """
-    if not 0 <= posting_us < float("inf"):
-        raise UsageError(f"posting_us: expected a cost of at least 0 µs, got {posting_us}")
-    loads = _loads(program, profile, by_connection=by_connection)
-    clock = _Clock(profile if interference else None, policy, posting_us)
+    loads = _loads(program, profile)
+    clock = _Clock(profile if interference else None, policy)
     issued: dict[str, _CallState] = {}
     computed, waited = [], []
     for item in program:
@@ -138,18 +124,17 @@ def simulate(
         elif isinstance(item, Issue):
             issued[item.call.name] = clock.issue(item.call, loads[item.call.name])
         else:
-            clock.wait(issued[item.call.name])
+            while issued[item.call.name].ended == _NEVER:
+                clock.advance()
             waited.append((item.call.name, began, clock.now))
     for each in issued.values():
-        clock.wait(each)
+        while each.ended == _NEVER:
+            clock.advance()
     exposed = dict.fromkeys(issued, 0.0)
     for name, start, end in waited:
         exposed[name] += end - start
-    peak_us: dict[Resource, float] = {}
-    for load in (load for name in issued for load in loads[name]):
-        peak_us[load.resource] = peak_us.get(load.resource, 0.0) + load.peak_us
     times = {name: each.times(exposed[name]) for name, each in issued.items()}
-    return Forecast(times, clock.now, tuple(computed), tuple(waited), dict(clock.busy_us), peak_us)
+    return Forecast(times, clock.now, tuple(computed), tuple(waited), dict(clock.busy_us))
 
 
 def slowdown(
@@ -170,7 +155,7 @@ def slowdown(
     return together / alone if alone else 1.0
 
 
-def _loads(program: Sequence[Item], profile: Profile, *, by_connection: bool) -> dict[str, tuple[Load, ...]]:
+def _loads(program: Sequence[Item], profile: Profile) -> dict[str, tuple[Load, ...]]:
     """The loads of every call, by its name; a step's calls mostly share a few plans, which are looked at once each."""
     kept: dict[tuple[int, tuple[float, ...] | None], tuple[Load, ...]] = {}
     found: dict[str, tuple[Load, ...]] = {}
@@ -184,7 +169,7 @@ def _loads(program: Sequence[Item], profile: Profile, *, by_connection: bool) ->
             raise UsageError(f"the program issues call {call.name!r} twice: give each call a name of its own")
         key = id(call.plan), call.durations_us
         if key not in kept:
-            kept[key] = loads_of(call.plan, call.profile or profile, call.durations_us, by_connection=by_connection)
+            kept[key] = loads_of(call.plan, call.profile or profile, call.durations_us)
         found[call.name] = kept[key]
     return found
 
@@ -258,22 +243,77 @@ def _shape(plan: Plan) -> tuple[dict[Resource, list[int]], list[int]]:
     return steps, [legs.setdefault(id(step.leg), len(legs)) if step.leg.is_exchange else -1 for step in plan.steps]
 
 
+def _side_by_side(loads: Sequence[Load], profile: Profile | None) -> tuple[list[float], tuple[Resource, ...]]:
+    """The speed of each load beside the others, and the resources that they are of."""
+    busy = tuple(dict.fromkeys(load.resource for load in loads))
+    shared = {each: iter(speeds([load for load in loads if load.resource is each])) for each in busy}
+    stretches = dict.fromkeys(busy, 1.0)
+    if profile is not None:
+        for resource in busy:  # by the others in one order, so that products repeat
+            others = [other for other in Resource if other in busy and other is not resource]
+            stretches[resource] = math.prod(profile.slowdown(resource, other) for other in others)
+    return [next(shared[load.resource]) / stretches[load.resource] for load in loads], busy
+
+
+class _Holds:
+    """What is issued on each lane, and whom that holds. ``policy`` None: nobody."""
+
+    def __init__(self, policy: LanePolicy | None) -> None:
+        self.policy = policy
+        self._issued = [0] * (max(LANES.values()) + 1)
+        self._crossing = [0] * len(self._issued)  # of those, the calls that go between nodes
+        self._next_due = [0.0] * len(self._issued)
+
+    def count(self, state: _CallState, change: int) -> None:
+        """Count a call that is issued (1), or has ended (-1)."""
+        self._issued[state.level] += change
+        if state.call.plan.traffic.link is Resource.INTER:
+            self._crossing[state.level] += change
+
+    def may_post(self, state: _CallState, index: int, leg: int, now: float) -> bool:
+        """Whether an exchange has a credit and no higher lane holds it; begins the hold where one does."""
+        if self.policy is None or not state.level:
+            return True
+        if state.in_flight.get(leg, 0) >= CHUNKS_IN_FLIGHT:
+            return False
+        if state.cleared == index or not self._is_above(state, index):
+            return True
+        longest = longest_hold_us(state.loads[index].alone_us, self.policy)
+        if longest <= 0:
+            return True
+        # Several groups of a lane share what the lane keeps, as commlayer.engine.lane_holds has it: each in its own time.
+        due = self._next_due[state.level] = max(now, self._next_due[state.level]) + longest
+        state.held, state.held_since, state.due = index, now, due
+        return False
+
+    def let_go(self, state: _CallState, now: float) -> bool:
+        """End the hold of ``state`` where nothing above it is issued any more, or its time is over."""
+        if self._is_above(state, state.held) and now < state.due:
+            return False
+        state.held_us += now - state.held_since
+        if now < state.due:
+            self._next_due[state.level] = min(self._next_due[state.level], now)
+        state.cleared, state.held = state.held, -1
+        return True
+
+    def _is_above(self, state: _CallState, index: int) -> bool:
+        """Whether a higher call is issued that step ``index`` may meet: what leaves the node, only those that leave it too."""
+        crosses = state.call.plan.steps[index].resource is Resource.INTER
+        return any((self._crossing if crosses else self._issued)[: state.level])
+
+
 class _Clock:
-    """The clock of a step, which lets happen what is next, by the rules above. Time goes on only in ``compute`` and ``wait``.
+    """The clock of a step, which lets happen what is next, by the rules above. Time goes on only in ``compute`` and ``advance``.
 
     ``profile`` None: resources do not slow each other down.
     """
 
-    def __init__(self, profile: Profile | None, policy: LanePolicy | None, posting_us: float) -> None:
+    def __init__(self, profile: Profile | None, policy: LanePolicy | None) -> None:
         self.now = 0.0
         self.busy_us: dict[Resource, float] = {}
-        self._profile, self._policy, self._posting_us = profile, policy, posting_us
+        self._profile, self._holds = profile, _Holds(policy)
         self._groups: dict[str, deque[_CallState]] = {}
         self._running: list[_Running] = []
-        self._issued = [0] * (max(LANES.values()) + 1)
-        self._crossing = [0] * len(self._issued)  # of those, the calls that go between nodes
-        self._next_due = [0.0] * len(self._issued)
-        self._debt = (0.0, 0.0)  # an instant, and what was posted then costs whoever computes from then on
         self._shapes: dict[int, tuple[dict[Resource, list[int]], list[int]]] = {}
         self._speeds: dict[tuple[int, ...], tuple[list[float], tuple[Resource, ...]]] = {}
 
@@ -285,33 +325,26 @@ class _Clock:
             shape = self._shapes[id(plan)] = _shape(plan)
         lines, size = {resource: _Line(steps) for resource, steps in shape[0].items()}, len(plan.steps)
         state = _CallState(call, loads, level, self.now, lines, [_NEVER] * size, [_NEVER] * size, size, legs=shape[1])
-        self._issued[level] += 1
-        self._crossing[level] += plan.traffic.link is Resource.INTER
+        self._holds.count(state, 1)
         self._groups.setdefault(call.group or f"lane {call.lane}", deque()).append(state)
         self._settle()
         return state
 
     def compute(self, work: Compute) -> None:
         """The program computes, which takes ``work.us`` alone."""
-        (since, debt_us), us = self._debt, work.us
-        task = _Running(None, -1, _COMPUTING, us + debt_us if us and since == self.now else us, work.is_streaming)
+        task = _Running(None, -1, _COMPUTING, work.us, work.is_streaming)
         self._running.append(task)
         while task.left_us > 0:
-            self._advance()
+            self.advance()
         self._running.remove(task)
 
-    def wait(self, state: _CallState) -> None:
-        """Go on until ``state`` has ended."""
-        while state.ended == _NEVER:
-            self._advance()
-
-    def _advance(self) -> None:
+    def advance(self) -> None:
         """To the next end of a step, of the computation or of a hold."""
         running = self._running
         rates, busy = self._rates()
         ends = [task.left_us / rate for task, rate in zip(running, rates, strict=True)]
         due = _NEVER
-        if self._policy is not None:  # without one nothing is held
+        if self._holds.policy is not None:  # without one nothing is held
             heads = (queue[0] for queue in self._groups.values() if queue)
             due = min((state.due for state in heads if state.held >= 0), default=_NEVER)
         passed = min([*ends, due - self.now])
@@ -336,30 +369,16 @@ class _Clock:
         key = tuple([id(task.load) for task in self._running])
         known = self._speeds.get(key)
         if known is None:
-            known = self._speeds[key] = self._side_by_side([task.load for task in self._running])
+            known = self._speeds[key] = _side_by_side([task.load for task in self._running], self._profile)
         rates, busy = known
         if len(rates) > 1:
             for place, task in enumerate(self._running):
                 if task.state is None:  # the program computes, beside calls
-                    rates = [*rates[:place], rates[place] * self._left_to(task), *rates[place + 1 :]]
+                    calls = {id(other.state): other.state.call for other in self._running if other.state is not None}
+                    taken = sum(call.memory if task.is_streaming else call.multiprocessors for call in calls.values())
+                    slowed = rates[place] * max(_LEAST_LEFT, 1.0 - taken)
+                    rates = [*rates[:place], slowed, *rates[place + 1 :]]
         return rates, busy
-
-    def _side_by_side(self, loads: Sequence[Load]) -> tuple[list[float], tuple[Resource, ...]]:
-        """The speed of each load beside the others, and the resources that they are of."""
-        busy = tuple(dict.fromkeys(load.resource for load in loads))
-        shared = {each: iter(speeds([load for load in loads if load.resource is each])) for each in busy}
-        stretches = dict.fromkeys(busy, 1.0)
-        if self._profile is not None:
-            for resource in busy:  # by the others in one order, so that products repeat
-                others = [other for other in Resource if other in busy and other is not resource]
-                stretches[resource] = math.prod(self._profile.slowdown(resource, other) for other in others)
-        return [next(shared[load.resource]) / stretches[load.resource] for load in loads], busy
-
-    def _left_to(self, computing: _Running) -> float:
-        """The part of the multiprocessors, or of the memory's rate, that the calls under way leave to what is computed."""
-        calls = {id(task.state): task.state.call for task in self._running if task.state is not None}
-        taken = sum(call.memory if computing.is_streaming else call.multiprocessors for call in calls.values())
-        return max(_LEAST_LEFT, 1.0 - taken)
 
     def _settle(self) -> None:
         """All that happens without time going on: steps end, calls begin, are posted, are let go."""
@@ -374,8 +393,7 @@ class _Clock:
                 while queue and not queue[0].unfinished:
                     state = queue.popleft()
                     state.began, state.ended = min(state.began, self.now), self.now
-                    self._issued[state.level] -= 1
-                    self._crossing[state.level] -= state.call.plan.traffic.link is Resource.INTER
+                    self._holds.count(state, -1)
                     changed = True
             for state in [queue[0] for queue in self._groups.values() if queue]:
                 if self._go_on(state):
@@ -385,7 +403,7 @@ class _Clock:
         """Begin the first call of a group, let it go and post of it what may be posted; whether anything happened."""
         if state.began == _NEVER:
             state.began = self.now
-        changed = state.held >= 0 and self._let_go(state)
+        changed = state.held >= 0 and self._holds.let_go(state, self.now)
         lines = [line for line in state.lines.values() if line.posted < len(line.steps)]
         if len(lines) > 1:  # in plan order, as the executor posts
             lines.sort(key=_Line.head)
@@ -416,56 +434,15 @@ class _Clock:
         if state.held >= 0 and (leg >= 0 or index > state.held):
             return False
         if leg >= 0:
-            if not self._may_go(state, index, leg):
+            if not self._holds.may_post(state, index, leg, self.now):
                 return state.held == index
             state.in_flight[leg] = state.in_flight.get(leg, 0) + 1
         line.posted += 1
-        self._charge()
         if line.posted == line.done + 1:
             self._start(state, line)
         return True
-
-    def _may_go(self, state: _CallState, index: int, leg: int) -> bool:
-        """Whether an exchange has a credit and no higher lane holds it; begins the hold where one does."""
-        if self._policy is None or not state.level:
-            return True
-        if state.in_flight.get(leg, 0) >= CHUNKS_IN_FLIGHT:
-            return False
-        if state.cleared == index or not self._is_above(state, index):
-            return True
-        longest = longest_hold_us(state.loads[index].alone_us, self._policy)
-        if longest <= 0:
-            return True
-        # Several groups of a lane share what the lane keeps, as commlayer.engine.lane_holds has it: each in its own time.
-        due = self._next_due[state.level] = max(self.now, self._next_due[state.level]) + longest
-        state.held, state.held_since, state.due = index, self.now, due
-        return False
-
-    def _let_go(self, state: _CallState) -> bool:
-        """End the hold of ``state`` where nothing above it is issued any more, or its time is over."""
-        if self._is_above(state, state.held) and self.now < state.due:
-            return False
-        state.held_us += self.now - state.held_since
-        if self.now < state.due:
-            self._next_due[state.level] = min(self._next_due[state.level], self.now)
-        state.cleared, state.held = state.held, -1
-        return True
-
-    def _is_above(self, state: _CallState, index: int) -> bool:
-        """Whether a higher call is issued that step ``index`` may meet: what leaves the node, only those that leave it too."""
-        crosses = state.call.plan.steps[index].resource is Resource.INTER
-        return any((self._crossing if crosses else self._issued)[: state.level])
 
     def _start(self, state: _CallState, line: _Line) -> None:
         index = line.steps[line.done]
         state.start[index] = self.now
         self._running.append(_Running(state, index, state.loads[index], state.loads[index].alone_us))
-
-    def _charge(self) -> None:
-        """Charge what posting costs: the computation that is under way, or begins at once, is longer by as much."""
-        for task in self._running:
-            if task.state is None:
-                task.left_us += self._posting_us
-                return
-        since, debt_us = self._debt
-        self._debt = self.now, self._posting_us + (debt_us if since == self.now else 0.0)

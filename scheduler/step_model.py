@@ -29,7 +29,7 @@ from operator import truediv
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.links import Resource
 from commlayer.profiles.profile import Profile
-from commlayer.scheduler.plan import Plan, Step
+from commlayer.scheduler.plan import Plan
 from commlayer.scheduler.price import curve_of, durations_of
 
 __all__ = ["Load", "loads_of", "speeds"]
@@ -43,59 +43,51 @@ class Load:
     """The load that a step is.
 
     ``alone_us``: its time with nothing beside it. ``use``: the part of its resource that it then uses, 0 to 1.
-    ``weight``: for how many it counts where its resource is shared. ``peak_us``: what its bytes take at the peak of its
-    link, 0.0 where that is not known.
+    ``weight``: for how many it counts where its resource is shared.
     """
 
     resource: Resource
     alone_us: float
     use: float = 1.0
     weight: float = 1.0
-    peak_us: float = 0.0
 
 
-def loads_of(
-    plan: Plan, profile: Profile, durations_us: Sequence[float] | None = None, *, by_connection: bool = True
-) -> tuple[Load, ...]:
+def loads_of(plan: Plan, profile: Profile, durations_us: Sequence[float] | None = None) -> tuple[Load, ...]:
     """The load of each step of ``plan``.
 
     ``durations_us``: what each step takes alone, µs, instead of what the profile says (measured times, or steps of
-    computation, which no profile prices); such steps are taken to fill their resource. ``by_connection``: what shares a
-    link counts for as many as it has connections there.
+    computation, which no profile prices); such steps are taken to fill their resource. What shares a link counts for as many
+    as it has connections there.
 
     Raises PlanError where the profile cannot price the plan, UsageError where ``durations_us`` are not one for each
     step.
     """
-
-    def weight(step: Step) -> float:
-        return float(step.leg.connections(plan.traffic)) if by_connection else 1.0
-
+    weights = [float(step.leg.connections(plan.traffic)) for step in plan.steps]
     if durations_us is not None:
         if len(durations_us) != len(plan.steps) or not all(0 <= time_us < float("inf") for time_us in durations_us):
             raise UsageError(
                 f"durations_us of {plan.name}: expected {len(plan.steps)} times of at least 0 µs, got {tuple(durations_us)}"
             )
         return tuple(
-            Load(step.resource, time_us, 1.0, weight(step))
-            for step, time_us in zip(plan.steps, durations_us, strict=True)
+            Load(step.resource, time_us, 1.0, weight)
+            for step, time_us, weight in zip(plan.steps, durations_us, weights, strict=True)
         )
     times, _ = durations_of(plan, profile)
     best: dict[tuple[str, Resource, int], float] = {}
     found = []
-    for step, alone_us in zip(plan.steps, times, strict=True):
+    for step, alone_us, weight in zip(plan.steps, times, weights, strict=True):
         curve = curve_of(step, plan, profile)
-        use, peak_us = 1.0, 0.0
+        use = 1.0
         if curve is not None and alone_us > 0:
             if curve.key not in best:  # bytes per µs that it reaches at some size
                 best[curve.key] = max(map(truediv, curve.bytes, curve.time_us))
             sustained = best[curve.key]
-            share = step.leg.share_of_link(plan.traffic, curve)
-            peak_us = step.bytes * share / (profile.peaks.of(curve.link) * 1e3)
             work_us = step.leg.looked_up(step.bytes, plan) / sustained
             if plan.is_chunked:  # as in price: a burst on credit is paid back by the chunks behind it
-                work_us = max(work_us, peak_us)
+                share = step.leg.share_of_link(plan.traffic, curve)
+                work_us = max(work_us, step.bytes * share / (profile.peaks.of(curve.link) * 1e3))
             use = min(1.0, work_us / alone_us)
-        found.append(Load(step.resource, alone_us, use, weight(step), peak_us))
+        found.append(Load(step.resource, alone_us, use, weight))
     return tuple(found)
 
 

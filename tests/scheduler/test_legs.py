@@ -233,7 +233,6 @@ def test_whatever_is_asked_of_a_step_is_asked_of_its_leg(plan: Plan, schedule: L
     assert price(swapped, profile).total_us == pytest.approx(alone_us * len(steps))
     for load in loads_of(swapped, profile):
         assert (load.resource, load.weight) == (Resource.COMPUTE, 17.0)
-        assert load.peak_us == pytest.approx(peak_us)
     ahead = Issue(PlannedCall("ahead", swapped, "ep", "ahead", (1e3,) * len(steps)))
     course = simulate([ahead, Issue(PlannedCall("call", swapped, "dp"))], profile, LanePolicy())
     assert course.calls["call"].held_us == 0.0, "its bytes leave no rank, so there is nothing to hold"
