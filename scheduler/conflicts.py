@@ -243,18 +243,6 @@ def _shape(plan: Plan) -> tuple[dict[Resource, list[int]], list[int]]:
     return steps, [legs.setdefault(id(step.leg), len(legs)) if step.leg.is_exchange else -1 for step in plan.steps]
 
 
-def _side_by_side(loads: Sequence[Load], profile: Profile | None) -> tuple[list[float], tuple[Resource, ...]]:
-    """The speed of each load beside the others, and the resources that they are of."""
-    busy = tuple(dict.fromkeys(load.resource for load in loads))
-    shared = {each: iter(speeds([load for load in loads if load.resource is each])) for each in busy}
-    stretches = dict.fromkeys(busy, 1.0)
-    if profile is not None:
-        for resource in busy:  # by the others in one order, so that products repeat
-            others = [other for other in Resource if other in busy and other is not resource]
-            stretches[resource] = math.prod(profile.slowdown(resource, other) for other in others)
-    return [next(shared[load.resource]) / stretches[load.resource] for load in loads], busy
-
-
 class _Holds:
     """What is issued on each lane, and whom that holds. ``policy`` None: nobody."""
 
@@ -369,7 +357,16 @@ class _Clock:
         key = tuple([id(task.load) for task in self._running])
         known = self._speeds.get(key)
         if known is None:
-            known = self._speeds[key] = _side_by_side([task.load for task in self._running], self._profile)
+            loads = [task.load for task in self._running]
+            busy = tuple(dict.fromkeys(load.resource for load in loads))
+            shared = {each: iter(speeds([load for load in loads if load.resource is each])) for each in busy}
+            stretches = dict.fromkeys(busy, 1.0)
+            if self._profile is not None:
+                for resource in busy:  # by the others in one order, so that products repeat
+                    others = [other for other in Resource if other in busy and other is not resource]
+                    stretches[resource] = math.prod(self._profile.slowdown(resource, other) for other in others)
+            rates = [next(shared[load.resource]) / stretches[load.resource] for load in loads]
+            known = self._speeds[key] = rates, busy
         rates, busy = known
         if len(rates) > 1:
             for place, task in enumerate(self._running):
@@ -396,21 +393,13 @@ class _Clock:
                     self._holds.count(state, -1)
                     changed = True
             for state in [queue[0] for queue in self._groups.values() if queue]:
-                if self._go_on(state):
-                    changed = True
-
-    def _go_on(self, state: _CallState) -> bool:
-        """Begin the first call of a group, let it go and post of it what may be posted; whether anything happened."""
-        if state.began == _NEVER:
-            state.began = self.now
-        changed = state.held >= 0 and self._holds.let_go(state, self.now)
-        lines = [line for line in state.lines.values() if line.posted < len(line.steps)]
-        if len(lines) > 1:  # in plan order, as the executor posts
-            lines.sort(key=_Line.head)
-        for line in lines:
-            if self._post(state, line):
-                changed = True
-        return changed
+                state.began = min(state.began, self.now)
+                changed = (state.held >= 0 and self._holds.let_go(state, self.now)) or changed
+                lines = [line for line in state.lines.values() if line.posted < len(line.steps)]
+                if len(lines) > 1:  # in plan order, as the executor posts
+                    lines.sort(key=_Line.head)
+                for line in lines:
+                    changed = self._post(state, line) or changed
 
     def _finish(self, task: _Running) -> None:
         state = task.state

@@ -200,7 +200,12 @@ def choose(traffic: Traffic, profile: Profile, policy: Policy | None = None) -> 
         )
     tolerance = _error([t.plan for t in priced], profile) if policy.tolerance is None else policy.tolerance
     best_us = min(timeline.total_us for timeline in priced)
-    chosen = _simplest(priced, best_us, tolerance)
+    # The simplest strategy within the tolerance; of the plans with its legs the one of the fewest chunks, within a part of
+    # the tolerance only: they err by the same curves, and so alike.
+    simplest = min((t for t in priced if t.total_us <= best_us * (1.0 + tolerance)), key=_simplicity)
+    alike = [t for t in priced if _legs(t.plan) == _legs(simplest.plan)]
+    most_us = min(t.total_us for t in alike) * (1.0 + tolerance * _OF_SAME_LEGS)
+    chosen = min((t for t in alike if t.total_us <= most_us), key=_simplicity)
     unyielding = None
     if level_of(traffic.lane):
         fine = _yielding(chosen, priced, profile, policy)
@@ -211,16 +216,6 @@ def choose(traffic: Traffic, profile: Profile, policy: Policy | None = None) -> 
     return Decision(
         traffic, chosen, priced, margin, tolerance, min_bytes, profile.name, policy, unpriced, unyielding, basis
     )
-
-
-def _simplest(priced: Sequence[Timeline], best_us: float, tolerance: float) -> Timeline:
-    """The plan of the simplest strategy that is slower than the best one by no more than ``tolerance``; of those with its
-    legs the one of the fewest chunks, within a part of the tolerance only: they err by the same curves, and so alike."""
-    near = [timeline for timeline in priced if timeline.total_us <= best_us * (1.0 + tolerance)]
-    simplest = min(near, key=_simplicity)
-    alike = [timeline for timeline in priced if _legs(timeline.plan) == _legs(simplest.plan)]
-    most_us = min(timeline.total_us for timeline in alike) * (1.0 + tolerance * _OF_SAME_LEGS)
-    return min((timeline for timeline in alike if timeline.total_us <= most_us), key=_simplicity)
 
 
 def _priced(plans: Sequence[Plan], profile: Profile, policy: Policy) -> tuple[tuple[Timeline, ...], str]:

@@ -17,7 +17,7 @@ groups can have, unless the job says otherwise. They share the card, so their by
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -182,17 +182,28 @@ class _Reference:
 
 def _derived(profile: Profile, probe: Probe, wanted: _Shape, shapes: Sequence[_Shape]) -> Curve | None:
     """The curve of a step of the group ``wanted``; None where the profile has nothing to make it of."""
-    references = sorted(_references(profile, probe, shapes), key=lambda each: abs(each.rounds + 1 - probe.key[2]))
+    collective, link, size = probe.key
+    by_size: dict[int, _Reference] = {}  # the measured curves of such a step on its link
+    for shape in shapes:
+        number = sum(shape.nodes)
+        if link_over(shape.nodes) is not link or number in by_size:
+            continue
+        curve = profile.find(collective, link, number)
+        if curve is not None:
+            # leaders: one of each node, alone
+            measured = replace(shape, siblings=1) if probe.leg.span is Span.LEADERS else shape
+            by_size[number] = _Reference(curve, measured.load(probe.leg, (collective, link, number)))
+    references = sorted(by_size.values(), key=lambda each: abs(each.rounds + 1 - size))
     if not references:
         return None
-    near, load, rounds = references[0], wanted.load(probe.leg, probe.key), probe.key[2] - 1
+    near, load, rounds = references[0], wanted.load(probe.leg, probe.key), size - 1
     is_alike = near.rounds == rounds
     if is_alike and abs(near.load / load - 1.0) < 1e-9:
         return near.curve
     far = None if is_alike or len(references) < 2 else references[1]
     errors = [near.curve.holdout_error, None if far is None else far.curve.holdout_error]
-    sizes = sorted({max(1, round(size * near.load / load)) for size in near.curve.bytes})
-    times = accumulate((_time_us(size, load, rounds, near, far) for size in sizes), max)
+    sizes = sorted({max(1, round(at * near.load / load)) for at in near.curve.bytes})
+    times = accumulate((_time_us(at, load, rounds, near, far) for at in sizes), max)
     is_between = is_alike or (far is not None and min(near.rounds, far.rounds) < rounds < max(near.rounds, far.rounds))
     return Curve(
         *probe.key,
@@ -202,23 +213,6 @@ def _derived(profile: Profile, probe: Probe, wanted: _Shape, shapes: Sequence[_S
         source=near.curve.source,
         basis="interpolated" if is_between else "derived",
     )
-
-
-def _references(profile: Profile, probe: Probe, shapes: Sequence[_Shape]) -> Iterator[_Reference]:
-    """The measured curves of such a step on its link, each of another number of ranks."""
-    collective, link, _ = probe.key
-    seen: set[int] = set()
-    for shape in shapes:
-        if link_over(shape.nodes) is not link or sum(shape.nodes) in seen:
-            continue
-        key = (collective, link, sum(shape.nodes))
-        curve = profile.find(*key)
-        if curve is not None:
-            seen.add(sum(shape.nodes))
-            measured = (
-                replace(shape, siblings=1) if probe.leg.span is Span.LEADERS else shape
-            )  # one of each node, alone
-            yield _Reference(curve, measured.load(probe.leg, key))
 
 
 def _time_us(size: float, load: float, rounds: int, near: _Reference, far: _Reference | None) -> float:

@@ -189,7 +189,18 @@ def finer_plans(
     ``is_worth(coarsest, cut)`` may leave plans out before they are made, which takes long: their exchanges are those of the
     coarsest of these plans, each ``cut`` times smaller. Elements in another format are cut at rows, so it is not asked there.
     """
-    traffic, cuts = plan.traffic, _finer_cuts(plan, min_slice_bytes)
+    traffic = plan.traffic
+    if traffic.collective not in _IN_PIECES or not traffic.logical_bytes:
+        return
+    if plan.wire.is_native and plan.strategy in (Strategy.HIERARCHICAL, Strategy.PIPELINED):
+        cuts = [(Strategy.PIPELINED, plan.chunks, pieces) for pieces in _PIECES]
+    else:
+        strategy = Strategy.DIRECT if plan.strategy is Strategy.FLAT else plan.strategy
+        cuts = [
+            (strategy, chunks, 1)
+            for chunks in _FINE_COUNTS
+            if chunks > plan.chunks and traffic.logical_bytes / (chunks * traffic.group_size) >= min_slice_bytes
+        ]
     coarsest = None
     if is_worth is not None and plan.wire.is_native and cuts:
         with contextlib.suppress(PlanError):
@@ -200,21 +211,6 @@ def finer_plans(
             continue
         with contextlib.suppress(PlanError):  # a collective whose exchanges cannot be cut, or too many messages
             yield build(traffic, strategy, chunks, wire=plan.wire, pieces=pieces)
-
-
-def _finer_cuts(plan: Plan, min_slice_bytes: float) -> list[tuple[Strategy, int, int]]:
-    """Strategy, chunks and pieces; the finest first."""
-    traffic = plan.traffic
-    if traffic.collective not in _IN_PIECES or not traffic.logical_bytes:
-        return []
-    if plan.wire.is_native and plan.strategy in (Strategy.HIERARCHICAL, Strategy.PIPELINED):
-        return [(Strategy.PIPELINED, plan.chunks, pieces) for pieces in _PIECES]
-    strategy = Strategy.DIRECT if plan.strategy is Strategy.FLAT else plan.strategy
-    return [
-        (strategy, chunks, 1)
-        for chunks in _FINE_COUNTS
-        if chunks > plan.chunks and traffic.logical_bytes / (chunks * traffic.group_size) >= min_slice_bytes
-    ]
 
 
 def _check(traffic: Traffic, strategy: Strategy, chunks: int, wire: Wire, pieces: int) -> None:

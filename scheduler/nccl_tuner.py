@@ -22,7 +22,7 @@ says. What may follow the ranks of a node is left out: there its versions have o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -134,14 +134,12 @@ def nccl_table(rows: Iterable[TunerRow], comments: Sequence[str] = ()) -> str:
     """Write the file of NCCL's example plugin; NCCL chooses the number of channels, and rows are for
     any number of pipelined operations and any buffers."""
     header = "collective_type,min_bytes,max_bytes,algorithm,protocol,channels,nNodes,nRanks,numPipeOps,regBuff"
-    return _text(
-        [header, *comments],
-        rows,
-        lambda row: (
-            f"{TUNED[row.collective]},{row.min_bytes},{row.max_bytes},{row.algorithm},{row.protocol},0,{row.num_nodes},"
-            f"{row.num_ranks},-1,-1"
-        ),
-    )
+    lines = [
+        f"{TUNED[row.collective]},{row.min_bytes},{row.max_bytes},{row.algorithm},{row.protocol},0,{row.num_nodes},"
+        f"{row.num_ranks},-1,-1"
+        for row in rows
+    ]
+    return _text([header, *comments], lines)
 
 
 def ncclx_table(rows: Iterable[TunerRow], comments: Sequence[str] = ()) -> str:
@@ -149,20 +147,17 @@ def ncclx_table(rows: Iterable[TunerRow], comments: Sequence[str] = ()) -> str:
 
     Raises UsageError for nodes that hold different numbers of ranks, which nLocalRanks cannot say.
     """
-    rows = list(rows)
+    lines = []
     for row in rows:
         if row.num_ranks % row.num_nodes:
             raise UsageError(f"NCCLX counts ranks of each node: {row.num_ranks} on {row.num_nodes} nodes are uneven")
+        first, behind = row.min_bytes // row.num_ranks, -(-(row.max_bytes + 1) // row.num_ranks)
+        where = f"{row.num_nodes},{row.num_ranks // row.num_nodes}"
+        lines.append(f"{TUNED[row.collective]},[{first},{behind}),{row.algorithm},{row.protocol},-1,{where}")
     columns = "collective,bytesPerRank,algorithm,protocol,channels,nNodes,nLocalRanks"
-    return _text([columns, *comments], rows, _ncclx_row)
+    return _text([columns, *comments], lines)
 
 
-def _ncclx_row(row: TunerRow) -> str:
-    first, behind = row.min_bytes // row.num_ranks, -(-(row.max_bytes + 1) // row.num_ranks)
-    where = f"{row.num_nodes},{row.num_ranks // row.num_nodes}"
-    return f"{TUNED[row.collective]},[{first},{behind}),{row.algorithm},{row.protocol},-1,{where}"
-
-
-def _text(comments: Sequence[str], rows: Iterable[TunerRow], write: Callable[[TunerRow], str]) -> str:
-    lines = [f"# {' '.join(comment.split())}"[: _LONGEST - 1] for comment in comments]
-    return "\n".join([*lines, *map(write, rows)]) + "\n"
+def _text(comments: Sequence[str], lines: Sequence[str]) -> str:
+    above = [f"# {' '.join(comment.split())}"[: _LONGEST - 1] for comment in comments]
+    return "\n".join([*above, *lines]) + "\n"

@@ -12,16 +12,12 @@ from functools import lru_cache
 from commlayer.scheduler.node_order import Rates, best_order, slowest_edge
 from commlayer.scheduler.traffic import SlowPair, Traffic
 
-__all__ = ["direct_hindrance", "edge_rates", "is_avoided", "ring_hindrance", "ring_order"]
-
-
-def edge_rates(traffic: Traffic) -> Rates:
-    """The rate from every node to every other one: of the pair where it is slow, else of the slower card."""
-    return _edge_rates(traffic.node_rates, traffic.slow_pairs)
+__all__ = ["direct_hindrance", "is_avoided", "ring_hindrance", "ring_order"]
 
 
 @lru_cache(maxsize=256)
 def _edge_rates(cards: tuple[float, ...], slow_pairs: tuple[SlowPair, ...]) -> Rates:
+    """The rate from every node to every other one: of the pair where it is slow, else of the slower card."""
     nodes = range(len(cards))
     slow = {frozenset((a, b)): rate for a, b, rate in slow_pairs}
     return tuple(tuple(slow.get(frozenset((a, b)), min(cards[a], cards[b])) for b in nodes) for a in nodes)
@@ -29,7 +25,11 @@ def _edge_rates(cards: tuple[float, ...], slow_pairs: tuple[SlowPair, ...]) -> R
 
 def ring_order(traffic: Traffic) -> tuple[int, ...]:
     """The order of the nodes in a ring."""
-    return best_order(edge_rates(traffic)) if traffic.slow_pairs else tuple(range(len(traffic.nodes)))
+    return (
+        best_order(_edge_rates(traffic.node_rates, traffic.slow_pairs))
+        if traffic.slow_pairs
+        else tuple(range(len(traffic.nodes)))
+    )
 
 
 def is_avoided(traffic: Traffic, pair: tuple[int, int]) -> bool:
@@ -43,7 +43,7 @@ def ring_hindrance(traffic: Traffic, order: Sequence[int]) -> float:
     """The factor by which a ring in this order takes longer than without slow pairs, at least 1. Every edge carries as much."""
     if not traffic.slow_pairs:
         return 1.0
-    return max(1.0, min(traffic.node_rates) / slowest_edge(order, edge_rates(traffic)))
+    return max(1.0, min(traffic.node_rates) / slowest_edge(order, _edge_rates(traffic.node_rates, traffic.slow_pairs)))
 
 
 def direct_hindrance(traffic: Traffic, owned: Sequence[float], *, is_duplex: bool = False) -> float:

@@ -75,14 +75,29 @@ class Traffic:
             raise PlanError(
                 f"group_size and replication must be 1 or more, got {self.group_size} and {self.replication}"
             )
-        if self.collective != "all_to_all":
-            self._check_nodes()
-        elif self.wires != (NATIVE,):
-            raise PlanError("tokens that are replicated inside nodes go in their own format")
-        elif self.logical_bytes % self.group_size:
+        if self.collective == "all_to_all":
+            if self.wires != (NATIVE,):
+                raise PlanError("tokens that are replicated inside nodes go in their own format")
+            if self.logical_bytes % self.group_size:
+                raise PlanError(
+                    f"an even all_to_all over {self.group_size} ranks needs a multiple of {self.group_size} bytes, "
+                    f"got {self.logical_bytes}: pad the tensor, or give a size that the group divides"
+                )
+            return
+        if self.collective not in GROUP_COLLECTIVES:
+            raise PlanError(f"expected all_to_all or one of {', '.join(GROUP_COLLECTIVES)}, got {self.collective!r}")
+        if sum(self.nodes) != self.group_size or min(self.nodes, default=0) < 1:
             raise PlanError(
-                f"an even all_to_all over {self.group_size} ranks needs a multiple of {self.group_size} bytes, "
-                f"got {self.logical_bytes}: pad the tensor, or give a size that the group divides"
+                f"{self.collective} over {self.group_size} ranks needs the number of them on each node, got {self.nodes}"
+            )
+        if self.rates and (len(self.rates) != len(self.nodes) or not all(0 < rate <= 1 for rate in self.rates)):
+            raise PlanError(
+                f"expected a rate above 0 and at most 1 for each of {len(self.nodes)} nodes, got {self.rates}"
+            )
+        if not all(0 <= a < b < len(self.nodes) and 0 < rate < 1 for a, b, rate in self.slow_pairs):
+            raise PlanError(
+                f"expected two of {len(self.nodes)} nodes in their order, and a rate between 0 and 1, for each slow pair, got "
+                f"{self.slow_pairs}"
             )
 
     @classmethod
@@ -107,23 +122,6 @@ class Traffic:
             return f"{what} ({self.link.value} links){copies}"
         where = "one node" if len(self.nodes) == 1 else f"nodes of {'+'.join(map(str, self.nodes))}"
         return f"{what} on {where}{', summed in rank order' if self.is_ordered else ''}"
-
-    def _check_nodes(self) -> None:
-        if self.collective not in GROUP_COLLECTIVES:
-            raise PlanError(f"expected all_to_all or one of {', '.join(GROUP_COLLECTIVES)}, got {self.collective!r}")
-        if sum(self.nodes) != self.group_size or min(self.nodes, default=0) < 1:
-            raise PlanError(
-                f"{self.collective} over {self.group_size} ranks needs the number of them on each node, got {self.nodes}"
-            )
-        if self.rates and (len(self.rates) != len(self.nodes) or not all(0 < rate <= 1 for rate in self.rates)):
-            raise PlanError(
-                f"expected a rate above 0 and at most 1 for each of {len(self.nodes)} nodes, got {self.rates}"
-            )
-        if not all(0 <= a < b < len(self.nodes) and 0 < rate < 1 for a, b, rate in self.slow_pairs):
-            raise PlanError(
-                f"expected two of {len(self.nodes)} nodes in their order, and a rate between 0 and 1, for each slow pair, got "
-                f"{self.slow_pairs}"
-            )
 
     def row_bytes(self, wire: Wire) -> int:
         """Bytes of what must not be cut when it is encoded: a row, or the rows that share scales."""

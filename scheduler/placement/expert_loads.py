@@ -98,8 +98,19 @@ class ExpertLoads:
             return self.window(self.num_steps)
         counts = self.counts[-_LONGEST:].astype(np.float64)
         lives = [life for life in _HALF_LIVES if life < 2 * len(counts)]
-        errors = [_error_of(counts, life, horizon) for life in lives]
-        return self.moving_average(lives[int(np.argmin(errors))])
+        # A record shorter than twice the horizon is judged by about as many steps as leave half of it.
+        ahead = min(horizon, max(1, len(counts) // 2))
+        until = np.concatenate([np.zeros_like(counts[:1]), np.cumsum(counts, 0)])
+        errors = {}
+        for life in lives:
+            decay, mean, weight = 0.5 ** (1 / life), np.zeros_like(counts[0]), 0.0
+            distances = []
+            for step in range(len(counts) - ahead):
+                mean, weight = mean * decay + counts[step], weight * decay + 1
+                future = (until[step + 1 + ahead] - until[step + 1]) / ahead
+                distances.append(float(np.abs(mean / weight - future).mean()))
+            errors[life] = sum(distances) / len(distances)
+        return self.moving_average(min(lives, key=errors.__getitem__))
 
     def popularity(self) -> tuple[float, ...]:
         """The shares of the most popular expert, the next one and so on, as the layers have them on average.
@@ -155,21 +166,3 @@ class ExpertLoads:
 _HALF_LIVES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 _LONGEST = 128
 """The steps of a record in which half-lives are tried."""
-
-
-def _error_of(counts: Array, life: float, horizon: int) -> float:
-    """Compute how wrong moving averages were about the next steps: the mean distance, in choices.
-
-    Where the record is shorter than twice the horizon, about as many as leave half of it.
-    """
-    import numpy as np
-
-    ahead = min(horizon, max(1, len(counts) // 2))
-    decay, mean, weight = 0.5 ** (1 / life), np.zeros_like(counts[0]), 0.0
-    until = np.concatenate([np.zeros_like(counts[:1]), np.cumsum(counts, 0)])
-    errors = []
-    for step in range(len(counts) - ahead):
-        mean, weight = mean * decay + counts[step], weight * decay + 1
-        future = (until[step + 1 + ahead] - until[step + 1]) / ahead
-        errors.append(float(np.abs(mean / weight - future).mean()))
-    return sum(errors) / len(errors)
