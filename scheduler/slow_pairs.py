@@ -25,11 +25,9 @@ def _edge_rates(cards: tuple[float, ...], slow_pairs: tuple[SlowPair, ...]) -> R
 
 def ring_order(traffic: Traffic) -> tuple[int, ...]:
     """The order of the nodes in a ring."""
-    return (
-        best_order(_edge_rates(traffic.node_rates, traffic.slow_pairs))
-        if traffic.slow_pairs
-        else tuple(range(len(traffic.nodes)))
-    )
+    if not traffic.slow_pairs:
+        return tuple(range(len(traffic.nodes)))
+    return best_order(_edge_rates(traffic.node_rates, traffic.slow_pairs))
 
 
 def is_avoided(traffic: Traffic, pair: tuple[int, int]) -> bool:

@@ -9,8 +9,7 @@ has a profile of one node, and a declared network between such nodes.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from commlayer.profiles.errors import PlanError, UsageError
@@ -60,6 +59,8 @@ class Cluster:
         default_factory=dict, init=False, repr=False, compare=False
     )
     _shapes: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """A cache of what :mod:`commlayer.scheduler.mapping.group_curves` computes once for many groups."""
 
     def __post_init__(self) -> None:
         if type(self.domain) is not int or self.domain < 1:
@@ -150,7 +151,7 @@ class Cluster:
 
     def replace(self, **changes: Any) -> Cluster:
         """A copy with other fields. Raises UsageError for a field that does not exist."""
-        names = [name for name in self.__dataclass_fields__ if not name.startswith("_")]
+        names = [each.name for each in fields(self) if each.init]
         for name in changes:
             if name not in names:
                 raise UsageError(f"cluster {self.name!r}: expected one of the fields {', '.join(names)}, got {name!r}")
@@ -184,58 +185,9 @@ class Cluster:
             PlanError: a measured cluster on which no such group was measured; a group that does not fit the domains.
         """
         profile = self._profiles.get(nodes)
-        if profile is not None:
-            return profile
-        if not self.measured or (self.inter is not None and len(nodes) > 1):
-            profile = self._declared_of(nodes)
-        else:
-            profile = self._measured_of(nodes)
-            if self.device is not None:  # a joined cluster has the copies that its profile lacks
-                known = {curve.key for curve in profile.curves}
-                lacking = [curve for curve in curves_of_group(self, (1,)) if curve.key not in known]
-                profile = profile.replace(curves=(*profile.curves, *lacking)) if lacking else profile
-        self._profiles[nodes] = profile
+        if profile is None:
+            profile = self._profiles[nodes] = _profile_of(self, nodes)
         return profile
-
-    def _declared_of(self, nodes: tuple[int, ...]) -> Profile:
-        if not nodes or min(nodes) < 1 or max(nodes) > self.domain:
-            raise PlanError(
-                f"cluster {self.name!r}: expected 1 to {self.domain} ranks on each node, got the group "
-                f"{shape_text(nodes)}"
-            )
-        shape = shape_text(nodes)
-        curves = {curve.key: curve for curve in curves_of_group(self, nodes)}
-        if self.measured:
-            inside = self._measured_of((max(nodes),)).curves
-            curves |= {curve.key: curve for curve in inside if curve.link is not Resource.INTER}
-        return Profile.create(
-            name=f"{self.name} {shape}",
-            kind="published",
-            source=f"declared: {self.source}",
-            topology=shape,
-            peaks=self.peaks,
-            gather="remote",
-            curves=curves.values(),
-            interference=self.interference,
-        )
-
-    def _measured_of(self, nodes: tuple[int, ...]) -> Profile:
-        for profile in self.measured:
-            if nodes in measured_shapes(profile):
-                return profile
-        for profile in self.measured:
-            with contextlib.suppress(PlanError):
-                return group_profile(profile, nodes)
-        have = "; ".join(f"{p.name!r}: {', '.join(map(str, measured_shapes(p)))}" for p in self.measured)
-        raise PlanError(
-            f"cluster {self.name!r} was measured, but a group of {sum(nodes)} ranks on nodes {nodes} does not fit it; measured "
-            f"were {have}. Choose degrees whose groups fit, or plan with a declared cluster"
-        )
-
-    @cached_property
-    def kept(self) -> dict[Any, Any]:
-        """A cache of what :mod:`commlayer.scheduler.mapping.group_curves` computes once for many groups."""
-        return {}
 
     def link(self, link: Resource) -> Link:
         """Look up what is declared for ``link``. Raises PlanError for a measured cluster, and for a resource that is no link."""
@@ -255,3 +207,47 @@ def measured_shapes(profile: Profile) -> tuple[tuple[int, ...], ...]:
     topology = Topology.parse(profile.topology)
     num, each = topology.num_nodes, topology.ranks_per_node
     return tuple(dict.fromkeys([(each,) * num, (each,), (1,) * num]))
+
+
+def _profile_of(cluster: Cluster, nodes: tuple[int, ...]) -> Profile:
+    if cluster.measured and (cluster.inter is None or len(nodes) == 1):
+        profile = _measured_of(cluster, nodes)
+        if cluster.device is None:
+            return profile
+        known = {curve.key for curve in profile.curves}  # a joined cluster has the copies that its profile lacks
+        lacking = [curve for curve in curves_of_group(cluster, (1,)) if curve.key not in known]
+        return profile.replace(curves=(*profile.curves, *lacking)) if lacking else profile
+    if not nodes or min(nodes) < 1 or max(nodes) > cluster.domain:
+        raise PlanError(
+            f"cluster {cluster.name!r}: expected 1 to {cluster.domain} ranks on each node, got the group "
+            f"{shape_text(nodes)}"
+        )
+    shape = shape_text(nodes)
+    curves = {curve.key: curve for curve in curves_of_group(cluster, nodes)}
+    if cluster.measured:
+        inside = _measured_of(cluster, (max(nodes),)).curves
+        curves |= {curve.key: curve for curve in inside if curve.link is not Resource.INTER}
+    return Profile.create(
+        name=f"{cluster.name} {shape}",
+        kind="published",
+        source=f"declared: {cluster.source}",
+        topology=shape,
+        peaks=cluster.peaks,
+        gather="remote",
+        curves=curves.values(),
+        interference=cluster.interference,
+    )
+
+
+def _measured_of(cluster: Cluster, nodes: tuple[int, ...]) -> Profile:
+    for profile in cluster.measured:
+        if nodes in measured_shapes(profile):
+            return profile
+    for profile in cluster.measured:
+        with contextlib.suppress(PlanError):
+            return group_profile(profile, nodes)
+    have = "; ".join(f"{p.name!r}: {', '.join(map(str, measured_shapes(p)))}" for p in cluster.measured)
+    raise PlanError(
+        f"cluster {cluster.name!r} was measured, but a group of {sum(nodes)} ranks on nodes {nodes} does not fit it; measured "
+        f"were {have}. Choose degrees whose groups fit, or plan with a declared cluster"
+    )

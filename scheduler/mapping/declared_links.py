@@ -72,7 +72,21 @@ class Link:
 
     def __post_init__(self) -> None:
         for name in ("ring", "messages"):
-            _check_points(name, getattr(self, name))
+            points: Points = getattr(self, name)
+            if not points:
+                raise UsageError(f"{name}: expected at least one point (bytes, fraction of the peak), got none")
+            for index, (size, fraction) in enumerate(points):
+                if not 1 <= size < math.inf:
+                    raise UsageError(f"{name}[{index}]: expected a size of at least 1 byte, got {size!r}")
+                check_number(f"{name}[{index}]", fraction, 0, 1)
+            for index, ((before, slow), (after, fast)) in enumerate(pairwise(points), 1):
+                if after <= before:
+                    raise UsageError(f"{name}[{index}]: expected sizes that increase, got {after:g} after {before:g}")
+                if after / fast < before / slow:
+                    raise UsageError(
+                        f"{name}[{index}]: expected that more bytes take no less time, got {fast:g} of the peak at "
+                        f"{after:g} bytes after {slow:g} at {before:g}"
+                    )
         check_number("gbps", self.gbps, 0, math.inf)
         for name in ("latency_us", "hop_us", "message_us", "measured_hops", "mesh"):
             if not 0 <= getattr(self, name) < math.inf:
@@ -88,23 +102,6 @@ def check_number(what: str, value: float, least: float, most: float) -> None:
     if not (least < value <= most and value < math.inf):
         expected = "a positive number" if most == math.inf else f"more than {least:g} and at most {most:g}"
         raise UsageError(f"{what}: expected {expected}, got {value!r}")
-
-
-def _check_points(name: str, points: Points) -> None:
-    if not points:
-        raise UsageError(f"{name}: expected at least one point (bytes, fraction of the peak), got none")
-    for index, (size, fraction) in enumerate(points):
-        if not 1 <= size < math.inf:
-            raise UsageError(f"{name}[{index}]: expected a size of at least 1 byte, got {size!r}")
-        check_number(f"{name}[{index}]", fraction, 0, 1)
-    for index, ((before, slow), (after, fast)) in enumerate(pairwise(points)):
-        if after <= before:
-            raise UsageError(f"{name}[{index + 1}]: expected sizes that increase, got {after:g} after {before:g}")
-        if after / fast < before / slow:
-            raise UsageError(
-                f"{name}[{index + 1}]: expected that more bytes take no less time, got {fast:g} of the peak at {after:g} bytes "
-                f"after {slow:g} at {before:g}"
-            )
 
 
 _MIB = 1 << 20

@@ -60,27 +60,23 @@ def explain(result: SearchResult) -> list[str]:
         lines.append(f"That is also the best {kind_word} one.")
     else:
         lines.append(f"Against the best {kind_word} one, {compare_estimates(best, other)}")
-    return [*lines, *_costs(best, result.margin), *_alike(result)]
-
-
-def _costs(best: StepEstimate, margin: float) -> list[str]:
-    """The sentences on the best one's cost: how long it waits for what, and how much memory it leaves."""
     exposed = sorted(((us, lane) for lane, us in best.exposed_us.items() if us > 0), reverse=True)
-    total, lanes = sum(us for us, _ in exposed), [f"{lane} {_ms(us)}" for us, lane in exposed]
     waits = ", then ".join(f"{name} ({_ms(us)})" for name, us in best.waits_us.items())
-    waiting = f"All communication is hidden{f'; it waits for {waits}' if waits else ''}."
     if exposed:
-        waiting = (
+        total, lanes = sum(us for us, _ in exposed), [f"{lane} {_ms(us)}" for us, lane in exposed]
+        lines.append(
             f"It waits longest for {waits}; {_ms(total)} of communication ({total / best.step_us:.1%}) is "
             f"hidden by nothing: {_and(lanes)}."
         )
+    else:
+        lines.append(f"All communication is hidden{f'; it waits for {waits}' if waits else ''}.")
     used, limit = best.memory.total, best.memory_limit
-    return [
-        waiting,
+    lines.append(
         f"The fullest GPU has {used / 1e9:.1f} of {limit / 1e9:.1f} GB in use ({describe_memory(best.memory)}): "
         f"{(limit - used) / 1e9:.1f} GB ({1 - used / limit:.0%}) are left."
-        + (f" A margin of {margin:.0%} was to be left." if margin else ""),
-    ]
+        + (f" A margin of {result.margin:.0%} was to be left." if result.margin else "")
+    )
+    return [*lines, *_alike(result)]
 
 
 def _alike(result: SearchResult) -> list[str]:

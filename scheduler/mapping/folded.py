@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from itertools import product
 
 from commlayer.profiles.counted import counted
@@ -63,16 +62,24 @@ class FoldedMapping:
     etp: int = 1
     attention_order: str = "tp-cp-dp-pp"
     moe_order: str = "etp-ep-edp-pp"
+    dp: int = field(init=False, repr=False, compare=False)
+    edp: int = field(init=False, repr=False, compare=False)
+    _strides: dict[str, int] = field(init=False, repr=False, compare=False)
+    """How far apart neighbours on each axis are."""
 
     def __post_init__(self) -> None:
         _check_degrees(self.world_size, {axis: getattr(self, axis) for axis in ("tp", "cp", "pp", "etp", "ep")})
+        object.__setattr__(self, "dp", self.world_size // (self.tp * self.cp * self.pp))
+        object.__setattr__(self, "edp", self.world_size // (self.etp * self.ep * self.pp))
         for name, axes in (("attention_order", ATTENTION_AXES), ("moe_order", MOE_AXES)):
             order = getattr(self, name)
             if not isinstance(order, str) or sorted(order.split("-")) != sorted(axes):
                 raise GroupError(
                     f"{name}: expected {', '.join(axes)} each once, innermost first, such as {'-'.join(axes)!r}, got {order!r}"
                 )
-        attention, moe = self._strides("attention")["pp"], self._strides("moe")["pp"]
+        orders = _strides_of(self, self.attention_order), _strides_of(self, self.moe_order)
+        attention, moe = (strides["pp"] for strides in orders)
+        object.__setattr__(self, "_strides", orders[1] | orders[0])
         if self.pp > 1 and attention != moe:
             first, second = (list(range(0, self.pp * stride, stride)) for stride in (attention, moe))
             raise GroupError(
@@ -81,16 +88,6 @@ class FoldedMapping:
                 f"(tp={self.tp} × cp={self.cp}, dp={self.dp}; etp={self.etp} × ep={self.ep}, edp={self.edp}): write pp last "
                 "in both, which makes it outermost"
             )
-
-    @property
-    def dp(self) -> int:
-        """Data parallelism of attention: what tp, cp and pp leave of the world."""
-        return self.world_size // (self.tp * self.cp * self.pp)
-
-    @property
-    def edp(self) -> int:
-        """Data parallelism of experts: what etp, ep and pp leave of the world."""
-        return self.world_size // (self.etp * self.ep * self.pp)
 
     @property
     def expert_gradient_scale(self) -> float:
@@ -139,7 +136,8 @@ class FoldedMapping:
     def coordinates(self, rank: int) -> dict[str, int]:
         """The place of ``rank`` on tp, cp, dp, pp, etp, ep and edp. Raises GroupError for an unknown rank."""
         self._check_rank(rank)
-        return {axis: rank // stride % int(getattr(self, axis)) for axis, stride in self._all_strides.items()}
+        axes = dict.fromkeys(ATTENTION_AXES + MOE_AXES)
+        return {axis: rank // self._strides[axis] % int(getattr(self, axis)) for axis in axes}
 
     def describe(self, topology: Topology, rank: int = 0) -> MeshDescription:
         """Describe what each axis crosses on ``topology``: print it, or read its rows. ``rank``: whose groups the table shows.
@@ -159,28 +157,24 @@ class FoldedMapping:
         moe = " × ".join(f"{axis} {getattr(self, axis)}" for axis in self.moe_order.split("-"))
         return f"{counted(self.world_size, 'rank')}: attention {attention}, MoE {moe}"
 
-    def _strides(self, side: str) -> dict[str, int]:
-        """How far apart neighbours on each axis of one side are."""
-        strides, stride = {}, 1
-        for axis in getattr(self, f"{side}_order").split("-"):
-            strides[axis] = stride
-            stride *= getattr(self, axis)
-        return strides
-
-    @cached_property
-    def _all_strides(self) -> dict[str, int]:
-        strides = self._strides("moe") | self._strides("attention")
-        return {axis: strides[axis] for axis in dict.fromkeys(ATTENTION_AXES + MOE_AXES)}
-
     def _layout(self, axis: str) -> list[tuple[int, int]]:
         """Size and stride of each axis of which ``axis`` is made."""
         if axis not in AXES:
             raise GroupError(f"expected one of the axes {', '.join(AXES)}, got {axis!r}")
-        return [(getattr(self, part), self._all_strides[part]) for part in AXES[axis]]
+        return [(getattr(self, part), self._strides[part]) for part in AXES[axis]]
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:
             raise GroupError(f"expected a rank from 0 to {self.world_size - 1}, got {rank}")
+
+
+def _strides_of(mapping: FoldedMapping, order: str) -> dict[str, int]:
+    """How far apart neighbours on each axis of one side are."""
+    strides, stride = {}, 1
+    for axis in order.split("-"):
+        strides[axis] = stride
+        stride *= getattr(mapping, axis)
+    return strides
 
 
 def _place(rank: int, layout: Sequence[tuple[int, int]]) -> int:

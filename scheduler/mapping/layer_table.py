@@ -302,7 +302,14 @@ def _rows(model: ModelShape, cut: LayerCut, is_moe: bool, attention: Iterable[La
         yield from _ffn(model, cut, "dense_ffn", model.dense_width)
         return
     before, shared, after = _ffn(model, cut, "shared", model.shared_width)
-    yield from _router(model)
+    yield LayerOp(
+        "router",
+        weights=(Weight("router", WHOLE, model.experts * hidden + model.moe_vectors, model.moe_vectors),),
+        products=(Product("token", hidden, model.experts, stays_bf16=True),),
+        remade=_ways("moe"),
+    )
+    yield LayerOp("balance")  # its losses look at the tokens of all ranks, where software does that
+    yield LayerOp("counts", remade=_ways("moe"))
     yield from (before, shared) if model.shared_width else ()
     yield from (_latent_experts(model, model.expert_hidden),) if model.expert_hidden else ()
     yield from (replace(op, is_routed=True) for op in _experts(model, cut))
@@ -647,7 +654,21 @@ def _linear(linear: LinearAttention, hidden: int, cut: LayerCut) -> Iterator[Lay
         products=(Product("attention", hidden, 2 * keys / parts + projected * values / parts),),
     )
     if linear.kind == "kda":
-        yield _through_a_head(linear, hidden, keys + (2 - projected) * values, 3 - projected, parts, axis)
+        # Decays, and a gate, are projections of a low rank, through the size of one head (Kimi Linear, arXiv:2510.26692,
+        # section 4).
+        elements, inner = keys + (2 - projected) * values, (3 - projected) * linear.value_dim
+        yield LayerOp(
+            "projections",
+            weights=(
+                Weight("copied", WHOLE, hidden * inner),
+                Weight("sharded", axis, linear.value_dim * elements // parts),
+            ),
+            products=(
+                Product("attention", hidden, inner),
+                Product("attention", linear.value_dim, elements / parts),
+            ),
+            saved=(Saved(inner, _ways("megascale")), Saved(elements, offload="core_attn")),
+        )
     gated = (2 * keys + 3 * values) / parts  # what goes into the core, its output, and the gate's product with that
     yield LayerOp("rotation", moves=(MemoryKernel("attention", gated, 2 * gated),))
     yield LayerOp(
@@ -667,31 +688,6 @@ def _linear(linear: LinearAttention, hidden: int, cut: LayerCut) -> Iterator[Lay
     )
 
 
-def _through_a_head(
-    linear: LinearAttention,
-    hidden: int,
-    elements: int,
-    number: int,
-    parts: int,
-    axis: str,
-) -> LayerOp:
-    """Decays, and a gate, of ``elements`` in all, ``number`` projections of a low rank: each goes
-    through the size of one head (Kimi Linear, arXiv:2510.26692, section 4)."""
-    inner = number * linear.value_dim
-    return LayerOp(
-        "projections",
-        weights=(
-            Weight("copied", WHOLE, hidden * inner),
-            Weight("sharded", axis, linear.value_dim * elements // parts),
-        ),
-        products=(
-            Product("attention", hidden, inner),
-            Product("attention", linear.value_dim, elements / parts),
-        ),
-        saved=(Saved(inner, _ways("megascale")), Saved(elements, offload="core_attn")),
-    )
-
-
 def _state_weights(linear: LinearAttention, hidden: int, parts: int, axis: str) -> list[Weight]:
     """The parameters of linear attention beside its projections."""
     keys, values = linear.key_heads * linear.key_dim, linear.value_heads * linear.value_dim
@@ -708,17 +704,6 @@ def _state_weights(linear: LinearAttention, hidden: int, parts: int, axis: str) 
         Weight("sharded", axis, (2 * keys + values) * taps // parts),
         Weight("norms", WHOLE, vectors),
     ]
-
-
-def _router(model: ModelShape) -> Iterator[LayerOp]:
-    yield LayerOp(
-        "router",
-        weights=(Weight("router", WHOLE, model.experts * model.hidden + model.moe_vectors, model.moe_vectors),),
-        products=(Product("token", model.hidden, model.experts, stays_bf16=True),),
-        remade=_ways("moe"),
-    )
-    yield LayerOp("balance")  # its losses look at the tokens of all ranks, where software does that
-    yield LayerOp("counts", remade=_ways("moe"))
 
 
 def _latent_experts(model: ModelShape, latent: int) -> LayerOp:

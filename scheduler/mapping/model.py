@@ -261,6 +261,7 @@ class ModelShape:
             most = MOST_LAYERS if field.name == "layers" else MOST_OF_A_SIZE
             if field.type == "int" and value > most:
                 raise UsageError(f"model {self.name!r}, {field.name}: expected at most {most:,}, got {value}")
+        indexer = self.indexer
         rules = {
             "rotary_base": (0 <= self.rotary_base < math.inf, "a number of at least 0"),
             "norm_epsilon": (0 <= self.norm_epsilon < 1, "a number from 0 to 1"),
@@ -292,7 +293,15 @@ class ModelShape:
             ),
             "mtp_layers": (self.mtp_layers <= self.layers, f"at most layers={self.layers}"),
             "linear": (self.linear is None or _is_sound(self.linear, self.layers), _LINEAR.format(self.layers)),
-            "indexer": (self._has_sound_indexer(), _INDEXER.format(self.softmax_layers)),
+            "indexer": (
+                indexer is None
+                or (
+                    self.window is None
+                    and min(indexer.heads, indexer.head_dim, indexer.top_k, indexer.pool) > 0
+                    and 0 < indexer.scored_layers <= indexer.layers <= self.softmax_layers
+                ),
+                _INDEXER.format(self.softmax_layers),
+            ),
             "compressed": (self._has_sound_compression(), _COMPRESSED),
         }
         for name, (sound, expected) in rules.items():
@@ -302,14 +311,6 @@ class ModelShape:
     def __hash__(self) -> int:
         """Hash a few fields alone, which equal models share: a search looks a model up millions of times."""
         return hash((self.name, self.layers, self.hidden, self.experts, self.top_k))
-
-    def _has_sound_indexer(self) -> bool:
-        found = self.indexer
-        if found is None:
-            return True
-        sizes = (found.heads, found.head_dim, found.top_k, found.pool)
-        is_alone = self.window is None
-        return is_alone and min(sizes) > 0 and 0 < found.scored_layers <= found.layers <= self.softmax_layers
 
     def _has_sound_compression(self) -> bool:
         found = self.compressed

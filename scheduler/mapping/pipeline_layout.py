@@ -96,9 +96,11 @@ def canonical_layout(layout: str) -> str:
 
 def written(chunks: Sequence[PipelineChunk]) -> str:
     """Describe chunks in Megatron-Core's grammar, equal ones in a row together: ``Ettt|(tttt|)*14tmL``."""
-    runs = [(text, len(list(same))) for text, same in groupby(map(_letters, chunks))]
+    runs = [(chunk, len(list(same))) for chunk, same in groupby(chunks)]
     parts = []
-    for place, (text, count) in enumerate(runs):
+    for place, (chunk, count) in enumerate(runs):
+        layers = "t" * chunk.layers if chunk.layers < 5 else f"t*{chunk.layers}"
+        text = "E" * chunk.has_embedding + layers + "m" * chunk.modules + "L" * chunk.has_head
         is_last = place == len(runs) - 1
         if count == 1:
             parts.append(text + "|" * (not is_last))
@@ -199,8 +201,3 @@ def _faults(chunks: Sequence[PipelineChunk]) -> Iterator[str]:
         yield f"expected all modules m in one chunk, got them in {', '.join(map(str, places))}"
     if places and any(chunk.layers for chunk in chunks[places[0] + 1 :]):
         yield f"expected no layer t behind the modules m, which read what the last layer gives, got m in chunk {places[0]}"
-
-
-def _letters(chunk: PipelineChunk) -> str:
-    layers = "t" * chunk.layers if chunk.layers < 5 else f"t*{chunk.layers}"
-    return "E" * chunk.has_embedding + layers + "m" * chunk.modules + "L" * chunk.has_head

@@ -17,7 +17,7 @@ pictures show.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
 
@@ -80,24 +80,23 @@ def unfit(schedule: PipelineSchedule, ranks: int, chunks: int, micro_batches: in
 
     ``micro_batches`` None: whatever their number.
     """
-    return next(_reasons(schedule, ranks, chunks, micro_batches), "")
-
-
-def _reasons(schedule: PipelineSchedule, ranks: int, chunks: int, micro_batches: int | None) -> Iterator[str]:
     if schedule == "1f1b-overlap" and ranks > 1 and chunks == 1:
-        yield f"expected vpp of at least 2 with pp={ranks} (Megatron-Core merges interleaved chunks), got 1: set vpp, or pp=1"
+        return f"expected vpp of at least 2 with pp={ranks} (Megatron-Core merges interleaved chunks), got 1: set vpp, or pp=1"
     if is_dual(schedule) and chunks > 1:
-        yield f"expected vpp=1, as each rank has two chunks already, got {chunks}"
+        return f"expected vpp=1, as each rank has two chunks already, got {chunks}"
     if is_dual(schedule) and ranks == 1:
-        yield "expected a pipeline, got pp=1: take 1f1b-overlap"
+        return "expected a pipeline, got pp=1: take 1f1b-overlap"
     if schedule == "dualpipe" and ranks % 2:
-        yield f"expected an even number of stages, as two directions meet, got pp={ranks}: change pp, or take dualpipev"
+        return (
+            f"expected an even number of stages, as two directions meet, got pp={ranks}: change pp, or take dualpipev"
+        )
     if micro_batches is None:
-        return
+        return ""
     if is_dual(schedule) and micro_batches < 2 * ranks:
-        yield f"expected at least 2 · pp = {2 * ranks} micro-batches, got {micro_batches}: lower pp or the micro-batch"
+        return f"expected at least 2 · pp = {2 * ranks} micro-batches, got {micro_batches}: lower pp or the micro-batch"
     if schedule == "dualpipe" and micro_batches % 2:
-        yield f"expected an even number of micro-batches, half for each direction, got {micro_batches}: change the micro-batch"
+        return f"expected an even number of micro-batches, half for each direction, got {micro_batches}: change the micro-batch"
+    return ""
 
 
 def in_flight_chunks(schedule: PipelineSchedule, ranks: int, rank: int, micro_batches: int, chunks: int) -> float:

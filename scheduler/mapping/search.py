@@ -579,7 +579,20 @@ def smallest_fit(
     Looked at are the divisors of the domain, then 1, 2, 3, 4, 6, 8, 12 … domains (powers of two, and those times 1.5): what
     clusters come in. ``memory_limit``: bytes that a GPU has for a job.
     """
-    lean = _leanest(space or Space(), software)
+    space = space or Space()
+    schedule = min(space.schedule, key=SCHEDULES.index)  # merged tasks take more memory, or copies
+    ways = space.recompute_by(software)
+    recompute = recompute_ways(schedule, ways) or ways
+    most = max(recompute, key=recompute_order)  # of sets of modules nobody knows which takes less
+    lean = replace(  # without what never takes less memory than the rest
+        space,
+        micro_batch=space.micro_batch if space.micro_batch and 1 not in space.micro_batch else (1,),
+        vpp=space.vpp or ((1, 2) if schedule == "1f1b-overlap" else (1,)),
+        pipeline_layout=EVEN_LAYOUT if space.pipeline_layout == AUTO_LAYOUT else space.pipeline_layout,
+        schedule=(schedule,),
+        recompute=(most,) if most in RECOMPUTE[1:] and set(space.offload) == {KEPT} else recompute,
+        zero=(max(space.zero),),
+    )
     for gpus in _sizes(cluster.domain, most_gpus):
         asked = replace(job, gpus=gpus)
         sizes = (
@@ -590,23 +603,6 @@ def smallest_fit(
         if least is not None and least[0].total <= memory_limit:
             return Fit(gpus=gpus, setup=least[1], memory=least[0])
     return None
-
-
-def _leanest(space: Space, software: Software) -> Space:
-    """``space`` without what never takes less memory than what is left."""
-    schedule = min(space.schedule, key=SCHEDULES.index)  # merged tasks take more memory, or copies
-    ways = space.recompute_by(software)
-    recompute = recompute_ways(schedule, ways) or ways
-    most = max(recompute, key=recompute_order)  # of sets of modules nobody knows which takes less
-    return replace(
-        space,
-        micro_batch=space.micro_batch if space.micro_batch and 1 not in space.micro_batch else (1,),
-        vpp=space.vpp or ((1, 2) if schedule == "1f1b-overlap" else (1,)),
-        pipeline_layout=EVEN_LAYOUT if space.pipeline_layout == AUTO_LAYOUT else space.pipeline_layout,
-        schedule=(schedule,),
-        recompute=(most,) if most in RECOMPUTE[1:] and set(space.offload) == {KEPT} else recompute,
-        zero=(max(space.zero),),
-    )
 
 
 def _sizes(domain: int, most: int) -> Iterator[int]:

@@ -354,9 +354,20 @@ def _sums(job: Job, setup: Setup, software: Software, stage: int, ends: StageEnd
             StepCollective("tied_gradients", "pp", "pp", "all_reduce", size * software.gradient_bytes, "gradients")
         )
     if setup.zero == 0 and software.bucket_bytes is not None:
-        found += _of_buckets(job, setup, software, stage, software.bucket_bytes)
+        # an all_reduce of each bucket of at most so many bytes
+        held = stage_parameters(job.model, setup, software, stage)
+        cut = bucket_bytes(held, software.gradient_bytes, software.bucket_bytes)
+        found += [
+            StepCollective(f"{axis}_gradients", axis, "dp", "all_reduce", size, "gradients", count)
+            for axis, sizes in cut.items()
+            for size, count in Counter(sizes).items()
+        ]
     elif software.bucket_bytes is not None and setup.zero == 1:
-        found += _of_flat_buffers(job, setup, software, stage)
+        # a flat buffer for each axis: its gradients after the backward pass, its parameters after the step
+        for axis, elements in by_axis(stage_parameters(job.model, setup, software, stage)).items():
+            row = axis_size(setup, axis) * _SHARD_ELEMENTS
+            filled = -(-elements // row) * row
+            found += [_scattered_sum(axis, filled, software), _gathered_weights(axis, filled, setup, software)]
     else:
         found += _of_layers(job, setup, software, stage)
     if setup.copies > 1:
@@ -380,36 +391,20 @@ def _of_copies(job: Job, setup: Setup, software: Software, stage: int) -> list[S
     return [StepCollective(f"copies_{place}", "pp", "dp", SEND_RECV, sent, place) for place, sent in parts.items()]
 
 
-def _of_buckets(job: Job, setup: Setup, software: Software, stage: int, limit: int) -> list[StepCollective]:
-    """An all_reduce of each bucket of at most so many bytes."""
-    held = stage_parameters(job.model, setup, software, stage)
-    cut = bucket_bytes(held, software.gradient_bytes, limit)
-    return [
-        StepCollective(f"{axis}_gradients", axis, "dp", "all_reduce", size, "gradients", count)
-        for axis, sizes in cut.items()
-        for size, count in Counter(sizes).items()
-    ]
-
-
-def _of_flat_buffers(job: Job, setup: Setup, software: Software, stage: int) -> list[StepCollective]:
-    """One reduce_scatter of each axis' gradients after the backward pass, one all_gather of its
-    parameters after the step."""
-    totals = by_axis(stage_parameters(job.model, setup, software, stage))
-    found = []
-    for axis, elements in totals.items():
-        row = axis_size(setup, axis) * _SHARD_ELEMENTS
-        whole = -(-elements // row) * row
-        found += [_scattered_sum(axis, whole, software), _gathered_weights(axis, whole, setup, software)]
-    return found
-
-
 def _of_layers(job: Job, setup: Setup, software: Software, stage: int) -> list[StepCollective]:
     """Layer by layer: without ZeRO an all_reduce of each, with ZeRO 1 to 3 what is sharded. From 2 on
     the layers send their own gradients; what is no layer's is sent with every micro-batch too."""
     sent = setup.passes(job)
     found = []
-    ends = set(_end_units(job, setup, software, stage))
-    for unit in _units(job, setup, software, stage):
+    ends = _end_units(job, setup, software, stage)
+    dense, moe = layers_of(job.model, setup, stage)
+    layers = [
+        (axis, elements, count)
+        for is_moe, count in ((True, moe), (False, dense))
+        if count
+        for axis, elements in layer_parameters(job.model, setup, software, is_moe).items()
+    ]
+    for unit in [*ends, *layers]:
         axis, elements, count = unit
         if setup.zero == 0:
             size = elements * software.gradient_bytes
@@ -423,19 +418,8 @@ def _of_layers(job: Job, setup: Setup, software: Software, stage: int) -> list[S
     return found
 
 
-def _units(job: Job, setup: Setup, software: Software, stage: int) -> list[tuple[str, int, int]]:
-    """(axis, elements, how many): head and norm, layers with experts, dense layers, embedding."""
-    dense, moe = layers_of(job.model, setup, stage)
-    layers = [
-        (axis, elements, count)
-        for is_moe, count in ((True, moe), (False, dense))
-        if count
-        for axis, elements in layer_parameters(job.model, setup, software, is_moe).items()
-    ]
-    return [*_end_units(job, setup, software, stage), *layers]
-
-
 def _end_units(job: Job, setup: Setup, software: Software, stage: int) -> list[tuple[str, int, int]]:
+    """(axis, elements, how many) of the head with the norm, and of the embedding."""
     first, last = end_parameters(job.model, setup, software, stage)
     found = by_axis([*last, *first])
     return [(axis, elements, 1) for axis, elements in found.items()]

@@ -299,7 +299,16 @@ def assess(kind: CaseKind, rows: Sequence[CheckedRow] | None = None) -> Validity
         *(_curves(row.kind.fabric) for row in known),
     }
     is_new_attention = kind.attention not in {row.kind.attention for row in known}
-    low, middle, high = quantiles(_votes(kind, known, is_new))
+    sources: dict[str, list[CheckedRow]] = defaultdict(list)
+    for row in known:
+        sources[row.source].append(row)
+    votes = [(extreme - 1, BEYOND) for extreme in EXTREMES]  # errors, and their votes
+    for of_source in sources.values():
+        near = [math.exp(-len(kind.differs(row.kind))) for row in of_source]
+        vote = 0.0 if is_new else max(near) / sum(near)
+        unseen = UNSEEN / len(sources) / len(of_source)
+        votes += [(row.error, vote * each + unseen) for row, each in zip(of_source, near, strict=True)]
+    low, middle, high = quantiles(sorted(votes))
     if is_new_attention and not is_new:
         high = (1 + max(high, 0.0)) * LINEAR_RUN - 1
     same = [row for row in known if not kind.differs(row.kind)]
@@ -324,20 +333,6 @@ def assess(kind: CaseKind, rows: Sequence[CheckedRow] | None = None) -> Validity
 def _curves(fabric: str) -> Link | str:
     """The curves of a network, which others may share; its name where nobody declared any."""
     return FABRICS[fabric].link if fabric in FABRICS else fabric
-
-
-def _votes(kind: CaseKind, rows: Sequence[CheckedRow], is_new: bool) -> list[tuple[float, float]]:
-    """Errors and their votes, by increasing error."""
-    sources: dict[str, list[CheckedRow]] = defaultdict(list)
-    for row in rows:
-        sources[row.source].append(row)
-    votes = [(extreme - 1, BEYOND) for extreme in EXTREMES]
-    for of_source in sources.values():
-        near = [math.exp(-len(kind.differs(row.kind))) for row in of_source]
-        vote = 0.0 if is_new else max(near) / sum(near)
-        unseen = UNSEEN / len(sources) / len(of_source)
-        votes += [(row.error, vote * each + unseen) for row, each in zip(of_source, near, strict=True)]
-    return sorted(votes)
 
 
 def quantiles(votes: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
