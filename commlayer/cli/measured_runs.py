@@ -30,7 +30,8 @@ _FORM = "s, ms, min, tokens/s, tokens/s/GPU or TFLOP/s (of a GPU)"
 
 measured_file_option = click.option(
     "--measured",
-    type=click.Path(exists=True, dir_okay=False),
+    type=click.Path(),
+    metavar="FILE",
     help="Fit the model to the measured runs in FILE (commlayer estimate --keep-run).",
 )
 """Add the option of commands that look at many mappings: a file of runs."""
@@ -72,9 +73,14 @@ def runs_of(measured: str | None, request: Request | None = None, setup: Setup |
     """
     if measured is None:
         return []
-    if request is None or setup is None or os.path.isfile(measured):
-        return [_measured(*each) for each in _read(measured)]
-    return [_measured(request, setup, measured)]
+    if os.path.isfile(measured):
+        return _read(measured)
+    if request is not None and setup is not None:
+        return [_measured(request, setup, measured)]
+    raise UsageError(
+        f"--measured: expected a file of runs, got {shortened(measured)!r}, which is none: a speed says nothing without its "
+        "mapping; commlayer estimate with that mapping, --measured and --keep-run FILE writes one"
+    )
 
 
 def fit_dict(fit: RunFit | None) -> dict[str, Any] | None:
@@ -128,7 +134,7 @@ def _measured(request: Request, setup: Setup, text: str) -> MeasuredRun:
     mfu, gpu = estimate.mfu * estimate.step_us / step_us, request.cluster.gpu
     if mfu > gpu.most_mfu(setup.precision):
         raise UsageError(
-            f"--measured {shortened(text)}: an MFU of {mfu:,.0%}, which no {gpu.name} has: give the time of "
+            f"--measured {shortened(text)}: an MFU of {100 * mfu:.3g}%, which no {gpu.name} has: give the time of "
             "a whole step, or the tokens/s of all GPUs"
         )
     return MeasuredRun(estimate=estimate, kind=estimate.validity.kind, step_us=step_us)
@@ -143,21 +149,21 @@ def _contents(path: str | Path) -> _Runs:
     return convert(parse_object(data, where, "file of runs"), _Runs, where, {})
 
 
-def _read(path: str) -> list[tuple[Request, Setup, str]]:
-    """The runs of a file: what each is of, its mapping, and the speed in words."""
+def _read(path: str) -> list[MeasuredRun]:
+    """The runs of a file. Raises UsageError, with the number of the run."""
     runs = _contents(path).runs
     if not runs:
         raise UsageError(f"{shortened(path)}: expected a measured run, got none")
     return [_parsed(run, f"{shortened(path)}: run {number}") for number, run in enumerate(runs, start=1)]
 
 
-def _parsed(run: dict[str, Any], where: str) -> tuple[Request, Setup, str]:
+def _parsed(run: dict[str, Any], where: str) -> MeasuredRun:
     values = [(name, each) for name, value in run.items() for each in (value if isinstance(value, list) else [value])]
     words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in values]  # a flag where it is true
     try:
         given = _run.make_context("run", words).params
         text, request = given.pop("measured"), read_request(given)
-        return request, read_setup(given, request.job.gpus), text
+        return _measured(request, read_setup(given, request.job.gpus), text)
     except click.ClickException as error:
         raise UsageError(f"{where}: {shortened(error.format_message(), 400)}") from error
     except CommlayerError as error:

@@ -215,6 +215,6 @@ def measured_step_us(text: str, job: Job) -> float:
     if unit in ("tflop/s", "tflops", "tflop/s/gpu", "tflops/gpu"):
         return flops.of_step(job) / job.gpus / number * 1e-6
     raise UsageError(
-        "measured: expected a number and s, ms, min, tokens/s, tokens/s/GPU or TFLOP/s, such as '19.7 s', got "
-        f"{shortened(text)!r}"
+        "measured: expected a number and s, ms, min, tokens/s, tokens/s/GPU or TFLOP/s, such as '19.7 s', or on the "
+        f"command line a file of runs that exists, got {shortened(text)!r}"
     )

@@ -169,6 +169,9 @@ def test_searches_and_variations_say_what_they_are_fitted_to(tmp_path: Path) -> 
     assert "note: --software was not given" in notes
 
 
+RUN = '"model": "mixtral-8x7b", "cluster": "h100-eos", "gpus": 16, "global-batch": 32, "sequence": 4096, "ep": 8'
+
+
 @pytest.mark.parametrize(
     ("content", "match"),
     [
@@ -177,6 +180,9 @@ def test_searches_and_variations_say_what_they_are_fitted_to(tmp_path: Path) -> 
         ('{"runs": [{"model": "mixtral-8x7b"}]}', "run 1: Missing option"),
         ('{"runs": [{"modell": "x"}]}', "run 1: No such option"),
         ('{"runs": [{"model": {}}]}', r"runs\[0\]"),
+        (f'{{"runs": [{{{RUN}, "measured": 2.5}}]}}', "runs.json: run 1: measured: expected a number and s"),
+        (f'{{"runs": [{{{RUN}, "measured": "9e9 s"}}]}}', "runs.json: run 1: measured: a step of"),
+        (f'{{"runs": [{{{RUN}, "measured": "1e-300 s"}}]}}', r"run 1: --measured 1e-300 s: an MFU of \d\S*e\+\d+%"),
     ],
 )
 def test_a_file_that_has_no_runs_is_refused(content: str, match: str, tmp_path: Path) -> None:
@@ -184,6 +190,13 @@ def test_a_file_that_has_no_runs_is_refused(content: str, match: str, tmp_path: 
     runs.write_text(content, encoding="utf-8")
     refused = call("estimate", *JOB, "--ep", "8", "--measured", str(runs), status=2)
     assert re.search(match, refused.stderr)
+
+
+@pytest.mark.parametrize("speed", ["2.5 s", "no-such-file.json"])
+def test_a_search_is_told_of_runs_by_a_file(speed: str) -> None:
+    refused = call("search", *JOB, *FEW, "--measured", speed, status=2).stderr
+    assert f"--measured: expected a file of runs, got '{speed}', which is none" in " ".join(refused.split())
+    assert "--keep-run FILE writes one" in " ".join(refused.split())
 
 
 def test_what_is_repeated_narrows_the_search(searched: Any) -> None:
