@@ -177,6 +177,8 @@ def _words(text: str, is_inner: bool = False) -> Iterator[str]:
     """The words of a shell's text, those inside arrays and inside variables that hold options among them. Raises UsageError
     for quotes that do not end."""
     for word in split_words(text):
+        if is_last_word := word.endswith(";") and word != ";":
+            word = word[:-1]
         assigned = _ASSIGNED.fullmatch(word)
         if assigned and not is_inner and _HOLDS_OPTIONS.search(assigned[1]):
             yield from (";", *_words(assigned[1], is_inner=True), ";")
@@ -191,3 +193,4 @@ def _words(text: str, is_inner: bool = False) -> Iterator[str]:
         if word := word[: len(word) - is_last]:
             yield word
         yield from (")",) * is_last
+        yield from (";",) * is_last_word

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from commlayer.profiles.errors import UsageError
 from commlayer.profiles.printable import shortened
 from commlayer.readers.launch_flags import ON_LINE, LaunchFormat, is_assigned, read_flags
-from commlayer.readers.launch_variables import unread_expansion, variables_of
+from commlayer.readers.launch_variables import flags_of_commands, unread_expansion, variables_of
 from commlayer.readers.megatron_args import MEGATRON_ARGS
 from commlayer.readers.torchtitan_args import TORCHTITAN_ARGS, is_torchtitan, with_configuration
 from commlayer.scheduler.mapping.model import ModelShape
@@ -69,7 +69,7 @@ def read_launch(text: str, environment: Mapping[str, str] | None = None) -> Laun
     A variable of the shell stands for what ``text`` assigns to it, else for what ``environment`` has.
 
     Raises UsageError for quotes that do not end, a line without flags, a variable without a value, a configuration that cannot
-    be read, and for what this planner does not model.
+    be read, several launch lines that differ, flags of a mapping in another command, and for what this planner does not model.
     """
     import difflib
 
@@ -86,6 +86,7 @@ def read_launch(text: str, environment: Mapping[str, str] | None = None) -> Laun
             "--micro-batch-size 1, or of torchtitan, such as torchrun … -m torchtitan.train --job.config_file model.toml, got "
             f"{', '.join(f'--{shortened(name)}' for name in list(flags)[:5]) or 'no flag'}"
         )
+    _refuse_other_commands(text, launch_format)
     options = dict(launch_format.options(flags))
     shape = launch_format.shape(flags)
     known, beyond = (
@@ -114,6 +115,23 @@ def read_launch(text: str, environment: Mapping[str, str] | None = None) -> Laun
         launch_format.remarks(flags),
         tuple(misspelt),
     )
+
+
+def _refuse_other_commands(text: str, launch_format: LaunchFormat) -> None:
+    """Raises UsageError where a script has launch lines that differ in what is read, or another command with such flags."""
+    commands = [
+        (is_launch, word, {name: value for name, value in flags.items() if name in launch_format.read})
+        for is_launch, word, flags in flags_of_commands(text)
+    ]
+    launches = [flags for is_launch, _, flags in commands if is_launch]
+    if any(flags != launches[0] for flags in launches):
+        raise UsageError(f"expected one launch line, got {len(launches)} that differ: leave the one that is meant")
+    for is_launch, word, flags in commands:
+        if launches and not is_launch and flags:
+            raise UsageError(
+                f"--{next(iter(flags))}: expected it in the launch line, got it behind {shortened(word)}, another command: "
+                "leave the launch line and what it needs"
+            )
 
 
 _ALIKE = 0.89

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from commlayer.profiles.errors import UsageError
 
-__all__ = ["logical_text", "split_words", "substituted", "unread_expansion", "variables_of"]
+__all__ = ["flags_of_commands", "logical_text", "split_words", "substituted", "unread_expansion", "variables_of"]
 
 _COMMENT = re.compile(r"""('[^']*'|"(?:\\.|[^"\\])*"|\\.)|(?<![^\s;&|()])#[^\n]*""", re.DOTALL)
 """Quoted text, or a comment, which begins a word."""
@@ -112,6 +112,27 @@ def variables_of(text: str, environment: Mapping[str, str], is_handed_on: bool =
         if any(_LAUNCH.fullmatch(word) for word in words) and not is_plain:
             break
     return values
+
+
+def flags_of_commands(text: str) -> Iterator[tuple[bool, str, dict[str, str]]]:
+    """For each command of a script with flags of its own: whether it is a launch line, its first word, and the words behind
+    each flag. Flags inside arrays and variables are of none; those on a line by themselves are of the command before them."""
+    for words, _ in _statements(split_words(logical_text(text), _PUNCTUATION)):
+        while words and (words[0] in (*_OPEN, *_BETWEEN, *_DECLARE) or _ASSIGNMENT.fullmatch(words[0])):
+            words = words[1:]
+        if not words or words[0].startswith("-"):
+            continue
+        is_launch = any(map(_LAUNCH.fullmatch, words)) and any(word.startswith(("--", "$")) for word in words)
+        flags: dict[str, str] = {}
+        name = ""
+        for word in words[1:]:
+            if word.startswith("--"):
+                name, _, value = word[2:].replace("_", "-").partition("=")
+                flags[name] = value
+            elif name:
+                flags[name] = f"{flags[name]} {word}".strip()
+        if is_launch or flags:
+            yield is_launch, words[0], flags
 
 
 def _statements(words: list[str]) -> Iterator[tuple[list[str], bool]]:

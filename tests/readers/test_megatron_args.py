@@ -327,12 +327,35 @@ def test_experts_are_split_as_attention_unless_the_line_says_otherwise() -> None
             "--moe-flex-dispatcher-backend of the launch line: expected one of deepep, hybridep",
         ),
         ("x --micro-batch-size 1 --moe-token-dispatcher-type ring", "expected one of allgather, alltoall, flex"),
+        (
+            f"{LINE} 1 --tensor-model-parallel-size 2\n{LINE} 1 --tensor-model-parallel-size 4",
+            "expected one launch line, got 2 that differ",
+        ),
+        (
+            f"{LINE} 1 --bf16; echo --tensor-model-parallel-size 4",
+            "--tensor-model-parallel-size: expected it in the launch line, got it behind echo",
+        ),
+        (f"python tools/prepare.py --seq-length=64 && {LINE} 1", "--seq-length: expected it in the launch line"),
     ],
 )
 def test_a_line_that_cannot_be_read_says_why(text: str, message: str) -> None:
     with pytest.raises(UsageError) as refused:
         read_launch(text)
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        f"pip install torchrun\nif test $DEBUG; then {LINE} 1 --tp 1 2>&1 | tee log; else {LINE} 1 --tp 1; fi",
+        f"ARGS=(--seq-length 64)\nexport MORE='--seq-length 64'\nsbatch --nodes 4 other.sh\n{LINE} 1 ${{ARGS[@]}};",
+        f"{LINE} 1\n--seq-length 64",
+    ],
+)
+def test_a_script_has_one_launch_line(script: str) -> None:
+    launch = read_launch(script)
+    assert launch.options["micro_batch"] == "1"
+    assert not any(flag.endswith(";") for flag in launch.unread)
 
 
 def test_a_line_of_another_model_is_refused() -> None:
