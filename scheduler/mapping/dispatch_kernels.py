@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from commlayer.profiles.errors import DispatchError
 from commlayer.scheduler.mapping.dispatch_times import DispatchTimes
-from commlayer.scheduler.mapping.hardware import Architecture
+from commlayer.scheduler.mapping.hardware import Architecture, Gpu
 
 __all__ = [
     "DEEPEP",
@@ -96,6 +96,14 @@ class DispatchKernels:
         """The part of NVLink's peak that calls reach among GPUs of a generation."""
         found = self.inside_blackwell if architecture in _TWICE_NVLINK else None
         return self.inside if found is None else found
+
+    def check(self, gpu: Gpu) -> None:
+        """Raises DispatchError for a GPU that the kernels do not run on, whatever the mapping."""
+        if gpu.architecture == "cdna" and not self.on_amd:
+            raise DispatchError(
+                f"{self.name} does not run on {gpu.name}, which is AMD's: take nccl (RCCL) or uccl (UCCL-EP); MORI-EP, AMD's "
+                "own, is not modelled, as no table of its rates was found"
+            )
 
     def post_us(self, rows: float, num_ranks: int, architecture: Architecture, *, to_experts: bool) -> float:
         """The time in which a thread of the host posts rows to other nodes, chunk after chunk, µs.

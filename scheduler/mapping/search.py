@@ -44,6 +44,7 @@ from commlayer.scheduler.mapping.space import (
     Space,
     by_chunks,
     families,
+    is_within,
     recompute_chains,
     recompute_ways,
     setups,
@@ -492,6 +493,28 @@ def _impossible(job: Job, cluster: Cluster, space: Space, recompute: tuple[Recom
     refused = [why_not(word, gpu) for word in dict.fromkeys(space.precision)]
     if all(refused):
         yield "; ".join(refused)
+    yield from _impossible_degrees(job, cluster, space)
+    yield from _unfit_activations(model, gpu, space, recompute)
+    chunks_of_ranks = space.vpp or ((1,) if space.pp == (1,) else ())
+    if space.pp and chunks_of_ranks:
+        pairs = [unfit(*each) for each in itertools.product(space.schedule, space.pp, chunks_of_ranks)]
+        if all(pairs):
+            yield f"schedule {_or(space.schedule)}: {pairs[0]}"
+    if space.pp and min(space.pp) > 1 and min(space.zero) > 1 and all(map(merges, space.schedule)):
+        yield f"schedule {_or(space.schedule)} sums gradients once a step in a pipeline: allow zero 0 or 1"
+    if space.pipeline_layout not in (AUTO_LAYOUT, EVEN_LAYOUT):
+        chunks = len(parse_layout(space.pipeline_layout))
+        yield (
+            f"a layout of {counted(chunks, 'chunk')} is for pipelines with pp · vpp (dualpipev: 2 · pp) = {chunks}: change it, "
+            "or the GPUs"
+        )
+    if space.pp and min(space.pp) > model.layers:
+        yield f"pp {_or(space.pp)}: expected at most as many stages as layers of {model.name}, {model.layers}"
+
+
+def _impossible_degrees(job: Job, cluster: Cluster, space: Space) -> Iterator[str]:
+    """The degrees that no mapping can have."""
+    model = job.model
     divided = {
         "tp": (f"heads of {model.name}", model.heads),
         "cp": ("sequence", job.sequence),
@@ -505,21 +528,14 @@ def _impossible(job: Job, cluster: Cluster, space: Space, recompute: tuple[Recom
             yield f"{axis} {_or(values)}: expected a divisor of the {name}, {number}"
         elif values and all(job.gpus % value for value in values):
             yield f"{axis} {_or(values)}: expected a divisor of the GPUs, {job.gpus}"
-    yield from _unfit_activations(model, gpu, space, recompute)
-    if space.pp and space.vpp:
-        pairs = [unfit(*each) for each in itertools.product(space.schedule, space.pp, space.vpp)]
-        if all(pairs):
-            yield f"schedule {_or(space.schedule)}: {pairs[0]}"
-    if space.pp and min(space.pp) > 1 and min(space.zero) > 1 and all(map(merges, space.schedule)):
-        yield f"schedule {_or(space.schedule)} sums gradients once a step in a pipeline: allow zero 0 or 1"
-    if space.pipeline_layout not in (AUTO_LAYOUT, EVEN_LAYOUT):
-        chunks = len(parse_layout(space.pipeline_layout))
-        yield (
-            f"a layout of {counted(chunks, 'chunk')} is for pipelines with pp · vpp (dualpipev: 2 · pp) = {chunks}: change it, "
-            "or the GPUs"
-        )
-    if space.pp and min(space.pp) > model.layers:
-        yield f"pp {_or(space.pp)}: expected at most as many stages as layers of {model.name}, {model.layers}"
+        elif values and axis in ("tp", "etp") and not any(is_within(each, job, cluster, space) for each in values):
+            yield (
+                f"{axis} {_or(values)}: expected a divisor of the GPUs on NVLink, {cluster.domain}, or a space that leaves "
+                "NVLink domains (--across-domains)"
+            )
+    if space.cp and min(space.cp) > 1 and model.needs_whole_sequences:
+        kind = "linear" if model.linear is not None else "compressed"
+        yield f"cp {_or(space.cp)}: {model.name} has layers of {kind} attention, which are planned without it: take cp 1"
 
 
 def _unfit_activations(model: ModelShape, gpu: Gpu, space: Space, recompute: tuple[Recompute, ...]) -> Iterator[str]:

@@ -83,6 +83,7 @@ class Estimator:
     Raises:
         UsageError: loads of another number of experts than the model's; a dispatcher's kernels on a
             measured cluster.
+        DispatchError: a dispatcher's kernels that do not run on the GPU.
     """
 
     def __init__(
@@ -100,6 +101,8 @@ class Estimator:
             raise UsageError(
                 f"loads: expected a share for each of {job.model.experts} experts, got {len(loads.shares)}"
             )
+        if software.kernels is not None:
+            software.kernels.check(cluster.gpu)
         if software.kernels is not None and software.kernels.measured is None and cluster.measured:
             raise UsageError(
                 f"cluster {cluster.name!r} was measured, and nobody measured {software.kernels.name} on it: take a declared "

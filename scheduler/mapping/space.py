@@ -55,7 +55,17 @@ from commlayer.scheduler.mapping.recomputation import (
 )
 from commlayer.scheduler.mapping.software import COMMLAYER, Software
 
-__all__ = ["Family", "Space", "by_chunks", "families", "recompute_chains", "recompute_ways", "setups", "simplicity"]
+__all__ = [
+    "Family",
+    "Space",
+    "by_chunks",
+    "families",
+    "is_within",
+    "recompute_chains",
+    "recompute_ways",
+    "setups",
+    "simplicity",
+]
 
 _DEGREES = ("tp", "cp", "ep", "etp", "pp", "vpp", "micro_batch")
 
@@ -291,7 +301,7 @@ def _attention_sides(
         for tp in _divisors(stage, space.tp, model.heads):
             # latent attention has keys and values for every head, others a part or a multiple of tp
             divides = model.latent is not None or model.kv_heads % tp == 0 or tp % model.kv_heads == 0
-            if not divides or tp in uneven or not _is_within(tp, job, cluster, space):
+            if not divides or tp in uneven or not is_within(tp, job, cluster, space):
                 continue
             for cp in _divisors(stage // tp, space.cp, job.sequence):
                 if cp > 1 and model.needs_whole_sequences:
@@ -342,7 +352,7 @@ def _expert_sides(
     """etp, ep and whether it is folded."""
     pp, tp, cp, dp = attention
     for etp in _divisors(job.gpus // pp, space.etp, job.model.width):
-        if job.model.width % etp or not _is_within(etp, job, cluster, space):
+        if job.model.width % etp or not is_within(etp, job, cluster, space):
             continue
         for ep in _divisors(job.gpus // pp // etp, space.ep, job.model.experts):
             if job.model.experts % ep:
@@ -356,7 +366,8 @@ def _expert_sides(
                 yield etp, ep, True
 
 
-def _is_within(degree: int, job: Job, cluster: Cluster, space: Space) -> bool:
+def is_within(degree: int, job: Job, cluster: Cluster, space: Space) -> bool:
+    """Whether groups of ``degree`` ranks are where ``space`` wants them: inside NVLink domains, unless it lets them leave."""
     return not space.within_domain or cluster.domain % degree == 0 or job.gpus <= cluster.domain
 
 

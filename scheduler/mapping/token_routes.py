@@ -106,14 +106,9 @@ class TokenRoutes:
     def call_us(self, exchange: StepCollective, cluster: Cluster) -> float:
         """The time of an exchange that these kernels take, µs.
 
-        Raises PlanError for a measured cluster; DispatchError on GPUs that the kernels do not run on, between nodes whose network
-        has no RDMA, and where a thread of the host has to post for kernels that no published rate says so of.
+        Raises PlanError for a measured cluster; DispatchError between nodes whose network has no RDMA, and where a thread of the
+        host has to post for kernels that no published rate says so of.
         """
-        if cluster.gpu.architecture == "cdna" and not self.kernels.on_amd:
-            raise DispatchError(
-                f"{self.kernels.name} does not run on {cluster.gpu.name}, which is AMD's: take nccl (RCCL) or uccl (UCCL-EP); "
-                "MORI-EP, AMD's own, is not modelled, as no table of its rates was found"
-            )
         fabric = FABRICS.get(cluster.fabric)
         if self.num_nodes > 1 and fabric is not None and not fabric.has_rdma:
             raise DispatchError(

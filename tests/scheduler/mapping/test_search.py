@@ -419,6 +419,7 @@ def test_a_search_refuses_what_it_cannot_do() -> None:
             "sums gradients once a step in a pipeline: allow zero 0 or 1",
         ),
         (Space(schedule=("1f1b-overlap",), pp=(2, 4), vpp=(1,)), "1f1b-overlap: expected vpp of at least 2 with pp=2"),
+        (Space(schedule=("dualpipe",), pp=(1,)), "schedule dualpipe: expected a pipeline, got pp=1"),
         (Space(recompute=("mla_up_proj", "mlp")), "recompute mla_up_proj or mlp: mla_up_proj is of latent attention"),
         (Space(tp=(4,), cp=(4,)), "the data-parallel degree must divide the batch"),
     ],
@@ -428,6 +429,14 @@ def test_nothing_is_valid_and_why(space: Space, reason: str) -> None:
     with pytest.raises(UsageError) as refused:
         search(job, Fake(job, cluster, seed=0), space)
     assert reason in str(refused.value)
+
+
+def test_tp_beyond_a_domain_and_cp_of_linear_attention_are_the_reason() -> None:
+    with pytest.raises(UsageError, match="tp 8: expected a divisor of the GPUs on NVLink, 4, or a space that leaves"):
+        search(job_of(8), Fake(job_of(8), NODE, seed=0), Space(tp=(8,)))
+    job = Job(model=catalog.load("qwen3-next-80b-a3b"), gpus=8, global_batch=8, sequence=4096)
+    with pytest.raises(UsageError, match="has layers of linear attention, which are planned without it: take cp 1"):
+        search(job, Fake(job, NODE, seed=0), Space(cp=(2,)))
 
 
 def test_ways_of_recomputation_stand_in_chains_of_which_each_takes_longer() -> None:

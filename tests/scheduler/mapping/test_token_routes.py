@@ -229,8 +229,9 @@ def test_the_order_of_nccl_and_uccl_on_efa() -> None:
 @pytest.mark.parametrize("kernels", [DEEPEP, HYBRIDEP, NCCL_EP])
 def test_kernels_for_nvidia_alone_are_refused_on_amd(kernels: DispatchKernels) -> None:
     words = f"{kernels.name} does not run on MI300X.*, which is AMD's: take nccl .RCCL. or uccl"
-    with pytest.raises(DispatchError, match=words):
-        _logical_gbps(clusters.load("mi300x"), 1, kernels)
+    job = Job(model=catalog.load("qwen3-30b-a3b"), gpus=16, global_batch=64, sequence=4096)
+    with pytest.raises(DispatchError, match=words):  # also for a mapping whose tokens would go another way
+        Estimator(job, clusters.load("mi300x"), with_dispatcher(MEGATRON, kernels.name))
 
 
 @pytest.mark.parametrize("dispatcher", ["hybridep", "uccl"])
