@@ -16,7 +16,7 @@ from commlayer.integrations.moe.handle import DispatchHandle, Experts
 from commlayer.integrations.moe.planning import puts_off
 from commlayer.integrations.moe.routing import who
 from commlayer.integrations.remat import recomputable_from
-from commlayer.profiles.errors import TensorError
+from commlayer.profiles.errors import TensorError, UsageError
 
 __all__ = ["ChunkStages", "returned_rows"]
 
@@ -30,6 +30,8 @@ class ChunkStages:
         weights: gating weights [T, K], or None.
         experts: what will work on them.
         weights_travel: the experts apply the weights, not the combine.
+
+    Raises UsageError where the tokens of the handle have gone already.
     """
 
     def __init__(
@@ -41,11 +43,16 @@ class ChunkStages:
         *,
         weights_travel: bool,
     ) -> None:
+        if handle.use.dispatched:
+            raise UsageError("run: the tokens of this handle have gone already: prepare another")
+        handle.use.dispatched = handle.use.combined = 1
+        x = handle.in_graph(x)
         sizes = [chunk.num_tokens for chunk in handle.chunks]
         self._x, self._experts = x, experts
         self._parts = x.split(sizes) if len(sizes) > 1 else (x,)
         self._stages = [_ChunkStage(handle, index, sizes, weights_travel) for index in range(len(sizes))]
         if weights is not None:
+            weights = handle.in_graph(weights)
             of_chunks = weights.split(sizes) if len(sizes) > 1 else (weights,)
             for stage, of_chunk in zip(self._stages, of_chunks, strict=True):
                 stage.weights = of_chunk

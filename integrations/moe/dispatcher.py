@@ -31,7 +31,6 @@ from commlayer.integrations.moe.agreement import (
     agree_on_experts,
     number_of,
     number_of_wire,
-    weights_error,
 )
 from commlayer.integrations.moe.chunk_stages import ChunkStages, returned_rows
 from commlayer.integrations.moe.dispatch_groups import ExpertGrid, WireGroups
@@ -39,7 +38,7 @@ from commlayer.integrations.moe.dispatch_kinds import DISPATCH_KINDS
 from commlayer.integrations.moe.expert_slots import ExpertSlots
 from commlayer.integrations.moe.expert_spilling import ExpertSpiller
 from commlayer.integrations.moe.experts import GroupedExperts
-from commlayer.integrations.moe.handle import ChoiceCounts, Chunk, DispatchHandle, Experts
+from commlayer.integrations.moe.handle import ChoiceCounts, Chunk, DispatchHandle, Experts, check_weights
 from commlayer.integrations.moe.lent_experts import LentExperts
 from commlayer.integrations.moe.levels import Levels
 from commlayer.integrations.moe.load_recorder import layer_record
@@ -52,7 +51,7 @@ from commlayer.integrations.moe.planning import (
 )
 from commlayer.integrations.moe.routing import who
 from commlayer.integrations.wire_choice import DispatchWire, dispatch_wire
-from commlayer.profiles.errors import TensorError, UsageError
+from commlayer.profiles.errors import UsageError
 from commlayer.scheduler.placement.spilling import SpillDecision, Spilling
 from commlayer.statistics import count_dispatch
 
@@ -159,10 +158,7 @@ class TokenDispatcher:
         if self.record is not None:
             self.watch(self.record.add)
         self.decision: DispatchDecision | None = None
-
-    @property
-    def spill_decision(self) -> SpillDecision | None:
-        return None if self.spiller is None else self.spiller.decision
+        self.spill_decision: SpillDecision | None = None
 
     def watch(self, seen: Callable[[ChoiceCounts, ExpertSlots | None], None]) -> Callable[[], None]:
         """Have ``seen`` called with the counts of every call, which all ranks of the group know,
@@ -215,6 +211,7 @@ class TokenDispatcher:
         if self.spiller is not None:
             assert isinstance(experts, GroupedExperts)  # or the offer was refused
             layout, lent = self.spiller.spill(layout, experts)
+            self.spill_decision = self.spiller.decision
         self.decision = decision = self._decide(layout, like, experts)
         self._count(decision.name, indices.shape[0])
         return DispatchHandle(
@@ -241,7 +238,7 @@ class TokenDispatcher:
         # Weights on a device are looked at with the indices: the host waits once.
         on_device = weights is not None and not weights.is_cpu
         if weights is not None:
-            _check_weights(weights, indices.shape[:2], is_sound=on_device)
+            check_weights(weights, indices.shape[:2], is_sound=on_device)
         is_elsewhere = like is not None and not like.is_cpu
         way = (*self._setup, experts is None, is_sharded(experts), puts_off(experts, like), is_elsewhere)
         if self.spiller is not None:
@@ -284,13 +281,13 @@ class TokenDispatcher:
         they travel. Raises TensorError for another number of tokens, UsageError for a handle of
         another dispatcher, or one of several chunks (see :meth:`run`).
         """
-        self._check(handle, x)
+        handle.require(self, self.slots, x)
         if self.spiller is not None:
             raise UsageError("dispatch: where experts may spill, their weights go along with tokens: use run()")
         chunk = _only_chunk(handle)
         handle.use.dispatched += 1
         handle.use.hidden, handle.use.dtype = x.shape[1], x.dtype
-        x = _for_backward(x, handle)
+        x = handle.in_graph(x)
         sent = chunk.token_dispatch(chunk.dispatch_preprocess(x))
         if beside is not None:
             beside()
@@ -302,8 +299,8 @@ class TokenDispatcher:
 
         Collective. The combine then goes without weights. Raises as :meth:`dispatch` does.
         """
-        self._check(handle, weights=weights)
-        return _only_chunk(handle).fetch_weights(_for_backward(weights, handle))
+        handle.require(self, self.slots, weights=weights)
+        return _only_chunk(handle).fetch_weights(handle.in_graph(weights))
 
     def combine(
         self,
@@ -319,7 +316,7 @@ class TokenDispatcher:
         ``beside`` is called while they travel. Raises TensorError for shapes that are not the
         handle's, UsageError for a handle that has come back already.
         """
-        self._check(handle, weights=weights)
+        handle.require(self, self.slots, weights=weights)
         chunk = _only_chunk(handle)
         if handle.use.combined >= handle.use.dispatched:
             raise UsageError(
@@ -329,7 +326,7 @@ class TokenDispatcher:
         rows = returned_rows(rows, (sum(chunk.expert_rows), handle.use.hidden), handle.use.dtype)
         handle.use.combined += 1
         if weights is not None:
-            weights = _for_backward(weights, handle)
+            weights = handle.in_graph(weights)
         back = chunk.token_combine(chunk.combine_preprocess(rows, weights))
         if beside is not None:
             beside()
@@ -354,7 +351,8 @@ class TokenDispatcher:
 
         Raises TensorError and UsageError as :meth:`dispatch` and :meth:`combine` do.
         """
-        stages = self._start(x, handle, experts, weights)
+        handle.require(self, self.slots, x, weights)
+        stages = ChunkStages(handle, x, weights, experts, weights_travel=self.weights_travel)
         other = beside() if beside is not None else None
         stages.compute()
         return stages.finish(), other
@@ -370,64 +368,16 @@ class TokenDispatcher:
     ) -> Parts[tuple[torch.Tensor, torch.Tensor | None]]:
         """The parts of :meth:`run`, for passes in turns: another goes on while tokens go out, and
         while they come back."""
-        stages = self._start(x, handle, experts, weights)
+        handle.require(self, self.slots, x, weights)
+        stages = ChunkStages(handle, x, weights, experts, weights_travel=self.weights_travel)
         others: Sequence[torch.Tensor] = () if beside is None else (beside(),)
         others = stages.carry_on((yield (*stages.crossing(), *others)))
         stages.compute()
         others = stages.carry_on((yield (*stages.crossing(), *others)))
         return stages.finish(), others[0] if others else None
 
-    def _start(
-        self,
-        x: torch.Tensor,
-        handle: DispatchHandle,
-        experts: Experts,
-        weights: torch.Tensor | None,
-    ) -> ChunkStages:
-        self._check(handle, x, weights)
-        if handle.use.dispatched:
-            raise UsageError("run: the tokens of this handle have gone already: prepare another")
-        handle.use.dispatched = handle.use.combined = 1
-        x = _for_backward(x, handle)
-        if weights is not None:
-            weights = _for_backward(weights, handle)
-        return ChunkStages(handle, x, weights, experts, weights_travel=self.weights_travel)
-
-    def _check(
-        self, handle: DispatchHandle, x: torch.Tensor | None = None, weights: torch.Tensor | None = None
-    ) -> None:
-        if handle.owner is not self:
-            raise UsageError(
-                "the handle was prepared by another dispatcher, perhaps on another group: prepare it on this one"
-            )
-        if self.slots is not None and handle.placement is not self.slots.placement:
-            raise UsageError(f"{who()}experts have moved since the handle was prepared: prepare another")
-        if x is not None and (x.dim() != 2 or x.shape[0] != handle.num_tokens):
-            raise TensorError(
-                f"{who()}expected the {handle.num_tokens} tokens of the handle as [tokens, hidden], got {list(x.shape)}"
-            )
-        if weights is not None:
-            sound = handle.sound_weights  # which prepare() has looked at
-            is_sound = sound is not None and sound() is weights
-            _check_weights(weights, (handle.num_tokens, handle.top_k), is_sound=is_sound)
-
 
 def _only_chunk(handle: DispatchHandle) -> Chunk:
     if len(handle.chunks) != 1:
         raise UsageError(f"dispatch() and combine() move one chunk, the handle has {len(handle.chunks)}: use run()")
     return handle.chunks[0]
-
-
-def _check_weights(weights: torch.Tensor, shape: Sequence[int], *, is_sound: bool) -> None:
-    """``is_sound``: they need not be looked at."""
-    if tuple(weights.shape) != tuple(shape):
-        raise TensorError(f"{who()}weights must be {list(shape)}, got {list(weights.shape)}")
-    if not is_sound and not bool(torch.isfinite(weights).all()):
-        raise weights_error()
-
-
-def _for_backward(x: torch.Tensor, handle: DispatchHandle) -> torch.Tensor:
-    """``x``, in the graph where any rank's is: the gradient is a collective too."""
-    if handle.needs_gradient and not x.requires_grad and torch.is_grad_enabled():
-        return x.detach().requires_grad_()
-    return x

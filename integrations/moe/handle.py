@@ -16,14 +16,16 @@ from typing import ClassVar, Protocol
 import torch
 
 from commlayer.collectives import Pending
-from commlayer.integrations.moe.agreement import FINEST, HEAD, Offer, require_agreement
+from commlayer.integrations.moe.agreement import FINEST, HEAD, Offer, require_agreement, weights_error
 from commlayer.integrations.moe.dispatch_groups import ExpertGrid, WireGroups
+from commlayer.integrations.moe.expert_slots import ExpertSlots
 from commlayer.integrations.moe.lent_experts import LentExperts
 from commlayer.integrations.moe.levels import RowsOnLevel
-from commlayer.profiles.errors import GroupError
+from commlayer.integrations.moe.routing import who
+from commlayer.profiles.errors import GroupError, TensorError, UsageError
 from commlayer.scheduler.placement.expert_placement import ExpertPlacement
 
-__all__ = ["ChoiceCounts", "Chunk", "DispatchHandle", "Experts", "sums_of_ranks"]
+__all__ = ["ChoiceCounts", "Chunk", "DispatchHandle", "Experts", "check_weights", "sums_of_ranks"]
 
 Experts = Callable[[torch.Tensor, Sequence[int], torch.Tensor | None], torch.Tensor]
 """Rows [R, H], sorted by expert; how many each local expert has; their gating weights [R, 1], or
@@ -109,6 +111,46 @@ class DispatchHandle:
     lent: LentExperts | None = None
     """The experts whose weights go along for this call, where some rank's do."""
     use: Use = field(default_factory=Use)
+
+    def require(
+        self,
+        owner: object,
+        slots: ExpertSlots | None,
+        x: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
+    ) -> None:
+        """Raise UsageError where another than ``owner`` has prepared it, or experts have moved since
+        then; TensorError where ``x`` or ``weights`` are not of its tokens, or weights are NaN or
+        infinite."""
+        if self.owner is not owner:
+            raise UsageError(
+                "the handle was prepared by another dispatcher, perhaps on another group: prepare it on this one"
+            )
+        if slots is not None and self.placement is not slots.placement:
+            raise UsageError(f"{who()}experts have moved since the handle was prepared: prepare another")
+        if x is not None and (x.dim() != 2 or x.shape[0] != self.num_tokens):
+            raise TensorError(
+                f"{who()}expected the {self.num_tokens} tokens of the handle as [tokens, hidden], got {list(x.shape)}"
+            )
+        if weights is not None:
+            sound = self.sound_weights  # which prepare() has looked at
+            is_sound = sound is not None and sound() is weights
+            check_weights(weights, (self.num_tokens, self.top_k), is_sound=is_sound)
+
+    def in_graph(self, x: torch.Tensor) -> torch.Tensor:
+        """``x``, in the graph where any rank's is: the gradient is a collective too."""
+        if self.needs_gradient and not x.requires_grad and torch.is_grad_enabled():
+            return x.detach().requires_grad_()
+        return x
+
+
+def check_weights(weights: torch.Tensor, shape: Sequence[int], *, is_sound: bool) -> None:
+    """Raise TensorError for gating weights that are not of ``shape``, or are NaN or infinite;
+    ``is_sound``: the latter need not be looked for."""
+    if tuple(weights.shape) != tuple(shape):
+        raise TensorError(f"{who()}weights must be {list(shape)}, got {list(weights.shape)}")
+    if not is_sound and not bool(torch.isfinite(weights).all()):
+        raise weights_error()
 
 
 @dataclass(frozen=True, eq=False)
