@@ -444,15 +444,20 @@ class GlooCall:
         left_s = max(self._timeout_s - (time.monotonic() - self._started), 0.001)
         # In this order: whoever breaks the board looks at the wait afterwards.
         transport.waited_for.add(work)
+        shared = transport.shared[self._steps[index].op]
         try:
             board, timeout = transport.board, timedelta(seconds=left_s)
             if board.is_broken:
                 raise woken()
-            is_here = transport.can_end_waits or work.__class__ is Send  # what wait_for_message asks
-            if not (work.wait(timeout) if is_here else wait_for_message(work, timeout, board)):
+            if work.__class__ is Send:
+                has_ended = work.wait(timeout)
+            elif shared is not None and shared.full:
+                has_ended = shared.wait_writing(lambda: wait_for_message(work, timeout, board))
+            else:  # what wait_for_message asks
+                has_ended = work.wait(timeout) if transport.can_end_waits else wait_for_message(work, timeout, board)
+            if not has_ended:
                 raise woken()
         except RuntimeError as error:
-            shared = transport.shared[self._steps[index].op]
             if shared is not None and work.__class__ is not Send:
                 shared.failed(error, left_s)
             raise self._explained(index, member, error) from error

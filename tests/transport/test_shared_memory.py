@@ -281,6 +281,36 @@ def test_more_small_messages_than_a_socket_holds(emulated_cluster: ClusterFactor
     emulated_cluster(nodes=1, ranks_per_node=2).run(job)
 
 
+def keep_lines(group: SharedMemoryGroup) -> None:
+    """Have sockets take as little as Linux allows: lines of a few KiB are kept, as those of many messages would be."""
+    for peer in group._peers.values():
+        peer.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+
+
+def test_lines_that_a_socket_refused_go_on_while_their_sender_waits_for_another_node(
+    emulated_cluster: ClusterFactory,
+) -> None:
+    def job() -> None:
+        group = start([[0, 1], [2, 3]])
+        keep_lines(group)
+        me, line = dist.get_rank(), torch.empty(INLINE_BYTES, dtype=torch.uint8)
+        word = line[:1].clone()
+        dist.barrier()
+        # 1 waits for 3, which waits for the line of 2, which waits for 0, which waits for the line of 1.
+        if me in (1, 2):
+            send = group.send([pattern(INLINE_BYTES, me)], {1: 0, 2: 3}[me], 0)
+            assert not send.is_completed()  # type: ignore[attr-defined]
+            group.recv([word], {1: 3, 2: 0}[me], 0).wait(WAIT)
+            send.wait(WAIT)
+        else:
+            near, far = {0: (1, 2), 3: (2, 1)}[me]
+            group.recv([line], near, 0).wait(WAIT)
+            assert torch.equal(line, pattern(INLINE_BYTES, near))
+            group.send([word], far, 0).wait(WAIT)
+
+    emulated_cluster(nodes=1, ranks_per_node=4).run(job)
+
+
 def test_ranks_may_wait_for_their_calls_in_different_orders(emulated_cluster: ClusterFactory) -> None:
     """Two calls under way, each too large for a sender to go on before it is read; waiting for one must serve the other."""
     size = AHEAD_BYTES + 1
@@ -560,6 +590,24 @@ def check_collectives(group: PlannedGroup, size: int) -> None:
             target, expected = x.clone(), summed
             group.run(Movement(plan, target, target))
         assert torch.equal(target, expected), (collective, size, plan.name)
+
+
+def test_a_plan_of_many_chunks_runs_where_sockets_refuse_their_lines(emulated_cluster: ClusterFactory) -> None:
+    def job() -> None:
+        group = sharing(((0, 1), (2, 3)), "pipelined:16")
+        x = torch.ones(16 * 2 * (INLINE_BYTES // 4 - 200), dtype=torch.int32)
+        plan = group.choices.plan("all_reduce", x.nbytes)
+        assert plan is not None
+        shared: Any = group.connected().transport.channels[Op.ALL_GATHER].group
+        keep_lines(shared)
+        for _ in range(60):  # ranks come to wait in a circle by chance
+            x.fill_(1)
+            group.run(Movement(plan, x, x))
+            assert bool((x == 4).all())
+        assert not shared.full
+        dist.barrier()
+
+    emulated_cluster(nodes=1, ranks_per_node=4).run(job)
 
 
 def test_a_plan_of_other_sizes_blames_nobody_for_dying(emulated_cluster: ClusterFactory) -> None:

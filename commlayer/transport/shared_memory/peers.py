@@ -76,7 +76,7 @@ class Peer:
         slab: its local rank.
         socket: the connection to it.
         outbox: lines that wait for :meth:`flush`: whoever has something to say adds to them.
-        is_full: whether the socket took no more when last tried.
+        full: the ranks of the node whose sockets took no more when last tried, this one perhaps.
         flushed: bytes that are on their way.
         posted: messages that are expected from it, by tag.
         arrived: messages that have come before anybody expected them, by tag.
@@ -90,7 +90,7 @@ class Peer:
         "arrived",
         "ended",
         "flushed",
-        "is_full",
+        "full",
         "outbox",
         "posted",
         "rank",
@@ -99,12 +99,12 @@ class Peer:
         "unsaid_bytes",
     )
 
-    def __init__(self, rank: int, slab: int, connection: socket.socket, poll: select.epoll) -> None:
+    def __init__(self, rank: int, slab: int, connection: socket.socket, poll: select.epoll, full: set[int]) -> None:
         self.rank, self.slab = rank, slab
         self.socket, self._poll = connection, poll
         self._inbox = b""
         self.outbox = bytearray()
-        self.is_full = False
+        self.full = full
         self.flushed = 0
         self.posted: dict[int, deque[Expected]] = {}
         self.arrived: dict[int, deque[Arrival]] = {}
@@ -125,10 +125,9 @@ class Peer:
             )  # nobody will read it; reading tells what happened, after the peer's last words
         self.flushed += num_bytes
         del self.outbox[:num_bytes]
-        is_full = bool(self.outbox)
-        if is_full is not self.is_full:
-            self.is_full = is_full
-            self._poll.modify(self.socket, select.EPOLLIN | (select.EPOLLOUT if is_full else 0))
+        if bool(self.outbox) is not (self.rank in self.full):
+            self.full ^= {self.rank}
+            self._poll.modify(self.socket, select.EPOLLIN | (select.EPOLLOUT if self.outbox else 0))
 
     def read(self) -> list[News]:
         """Read what the peer has written; where it has closed the connection, after all that it
@@ -141,6 +140,7 @@ class Peer:
             data = b""
         if not data:
             self._poll.unregister(self.socket)
+            self.full.discard(self.rank)
             self.ended = self.ended or f"Connection closed by peer (member {self.rank} of the group, shared memory)"
             return []
         if self._inbox:

@@ -49,7 +49,7 @@ import torch.distributed as dist
 
 from commlayer.failures.descriptors import explained, of_shared_memory, shortfall
 from commlayer.failures.forks import disown_in_child
-from commlayer.failures.waits import Board, is_timeout
+from commlayer.failures.waits import Board, is_timeout, on_a_thread
 from commlayer.profiles.errors import ClusterError, TensorError
 from commlayer.scheduler.moves import Buffer
 from commlayer.settings import Settings
@@ -90,6 +90,7 @@ Posting = tuple[int, int, Buffer, int, int]
 """A message to be posted: the other member of the group, its tag, and the bytes of which buffer,
 from where to where."""
 _BYTE = torch.uint8
+_LOOK_S = 0.001
 _NO_PATIENCE_S = 0.001
 """The timeout of the wait in :func:`~commlayer.transport.contract.break_connections`."""
 
@@ -125,6 +126,8 @@ class SharedMemoryGroup:
         self._num_waiting = 0  # for the thread that polls
         self._is_closed = False
         self._peers: dict[int, Peer] = {}
+        self.full = set[int]()
+        """The neighbours for whom there are lines that their sockets have refused so far."""
         self.neighbours: Collection[int] = self._peers.keys()
         """The members that share memory with this rank."""
         self._matched: deque[tuple[Peer, Expected, Arrival]] = deque()
@@ -146,7 +149,7 @@ class SharedMemoryGroup:
             self._poll = select.epoll()
             self._by_fd: dict[int, Peer] = {}
             for slab, connection in neighbourhood.sockets.items():
-                peer = Peer(here[slab], slab, connection, self._poll)
+                peer = Peer(here[slab], slab, connection, self._poll, self.full)
                 self._peers[peer.rank] = self._by_fd[connection.fileno()] = peer
             disown_in_child(self)
 
@@ -202,9 +205,9 @@ class SharedMemoryGroup:
                     works.append(SENT)
             finally:
                 for peer, indices in short.items():
-                    if not peer.is_full:
+                    if peer.rank not in self.full:
                         peer.flush()
-                    if peer.is_full:
+                    if peer.rank in self.full:
                         for index in indices:
                             works[index] = Send(self, peer, None)
 
@@ -221,7 +224,7 @@ class SharedMemoryGroup:
                 raise RuntimeError(f"no shared memory for a message of {size} bytes: {explained(error)}") from error
         block.readers.append(peer.rank)
         peer.outbox += head(SLAB, mark, tag, size, block.start)
-        if not peer.is_full:
+        if peer.rank not in self.full:
             peer.flush()
         return Send(self, peer, block)
 
@@ -280,10 +283,22 @@ class SharedMemoryGroup:
         """Wait for a message of the group beneath. Raises as Waitable.wait does."""
         self.serve()  # the neighbours need not wait for what comes from far away
         try:
-            return work.wait(timeout) if timeout else work.wait()
+            return self.wait_writing(lambda: work.wait(timeout) if timeout else work.wait())
         except RuntimeError as error:
             self.failed(error, timeout.total_seconds() if timeout else 0.0)
             raise
+
+    def wait_writing(self, wait: Callable[[], bool]) -> bool:
+        """``wait()``, which is for somebody on another node. While sockets refuse lines, on a thread,
+        and this one writes them when there is room: else ranks of two nodes may wait in a circle,
+        each for one whose neighbour keeps its line. Raises as ``wait``."""
+        if not self.full:
+            return wait()
+        answer = on_a_thread(wait)
+        while self.full and not answer.done():
+            with self._lock:
+                self._await_news(_LOOK_S)
+        return answer.result()
 
     def failed(self, error: RuntimeError, timeout_s: float) -> None:
         """A wait that was to last ``timeout_s``, for a message here or of the group beneath, has
@@ -430,7 +445,7 @@ class SharedMemoryGroup:
             peer.outbox += head(READ, 0, 0, 0, content)
             if peer.unsaid_bytes * 2 * len(self._peers) > AHEAD_BYTES:
                 peer.unsaid_bytes = 0
-                if not peer.is_full:
+                if peer.rank not in self.full:
                     peer.flush()
 
 
