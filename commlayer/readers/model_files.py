@@ -161,9 +161,27 @@ def read_model(path: str | Path, *, approximate: bool = False) -> ModelShape:
         ) from error
     content = parse_object(data, shortened(str(file)), "model's configuration")
     name = file.parent.resolve().name if file.name == "config.json" else file.stem
-    if "format" in content:
-        return _own(content, str(file))
-    return from_config(content, name or "model", str(file), approximate=approximate)
+    where = str(file)
+    if "format" not in content:
+        return from_config(content, name or "model", where, approximate=approximate)
+    if content.pop("format") != FORMAT:
+        raise UsageError(f"{where}: format: expected {FORMAT!r}")
+    parts = {
+        "latent": LatentAttention,
+        "window": AttentionWindow,
+        "linear": LinearAttention,
+        "indexer": AttentionIndexer,
+        "compressed": CompressedAttention,
+    }
+    records = [(content, ModelShape, ""), *((content.get(part), kind, f"{part}.") for part, kind in parts.items())]
+    for record, kind, place in records:
+        known = [field.name for field in fields(kind)]
+        if isinstance(record, dict) and (unknown := sorted(set(record) - set(known))):
+            raise UsageError(f"{where}: unknown field {place}{unknown[0]}: expected {', '.join(known)}")
+    try:
+        return msgspec.convert(content, ModelShape)
+    except (msgspec.ValidationError, UsageError) as error:
+        raise UsageError(f"{where}: {error}") from error
 
 
 def from_config(content: Mapping[str, Any], name: str, where: str, *, approximate: bool = False) -> ModelShape:
@@ -224,27 +242,6 @@ def _constant(content: Mapping[str, Any], where: str, field: str) -> float:
 def _mechanism(field: str) -> str:
     """The mechanism that a field asks for; empty where none is known."""
     return next((name for name, pattern in _MECHANISMS.items() if re.search(pattern, field)), "")
-
-
-def _own(content: dict[str, Any], where: str) -> ModelShape:
-    if content.pop("format") != FORMAT:
-        raise UsageError(f"{where}: format: expected {FORMAT!r}")
-    parts = {
-        "latent": LatentAttention,
-        "window": AttentionWindow,
-        "linear": LinearAttention,
-        "indexer": AttentionIndexer,
-        "compressed": CompressedAttention,
-    }
-    records = [(content, ModelShape, ""), *((content.get(name), kind, f"{name}.") for name, kind in parts.items())]
-    for record, kind, place in records:
-        known = [field.name for field in fields(kind)]
-        if isinstance(record, dict) and (unknown := sorted(set(record) - set(known))):
-            raise UsageError(f"{where}: unknown field {place}{unknown[0]}: expected {', '.join(known)}")
-    try:
-        return msgspec.convert(content, ModelShape)
-    except (msgspec.ValidationError, UsageError) as error:
-        raise UsageError(f"{where}: {error}") from error
 
 
 class _Config:
@@ -376,16 +373,19 @@ def _common(config: _Config, width: str, *, names_head_dim: bool = False) -> Non
     }
 
 
-def _biases(config: _Config, *, output: bool = True, default: bool = False) -> None:
-    """The biases of queries, keys and values, and of the output's projection, by ``attention_bias``."""
-    has = config.value("attention_bias", bool, default)
+def _biases(config: _Config, *, asked: str = "attention_bias", default: bool = False, output: bool = True) -> None:
+    """Biases of queries, keys and values, and of the output's projection, where the field ``asked`` says so; all
+    models of a type without such a field have them, or none (``default``)."""
+    has = config.value(asked, bool, default) if asked else default
     config.shape["qkv_bias"] = has
     config.shape["vectors"] += config.shape["hidden"] if has and output else 0
 
 
-def _head_norms(config: _Config) -> None:
-    """Norms of queries and keys that all heads share."""
-    config.shape["vectors"] += 2 * config.shape["head_dim"]
+def _head_norms(config: _Config, *, asked: str = "", default: bool = False) -> None:
+    """Norms of queries and keys that all heads share, where the field ``asked`` says so; in every model of a type
+    without such a field."""
+    if not asked or config.value(asked, bool, default):
+        config.shape["vectors"] += 2 * config.shape["head_dim"]
 
 
 def _window(config: _Config, layers: Collection[int] | None = None, *, word: str = "sliding") -> None:
@@ -410,9 +410,12 @@ def _asked_window(config: _Config, layers: Collection[int] | None = None) -> Non
             raise config.error("layer_types", f"full_attention in every layer, got {word!r}")
 
 
-def _later_windows(config: _Config) -> None:
-    """Windows from ``max_window_layers`` on."""
-    _asked_window(config, range(config.whole("max_window_layers", 28), config.shape["layers"]))
+def _some_windows(config: _Config, *, default: int = 28, is_early: bool = False, is_asked: bool = True) -> None:
+    """Windows from ``max_window_layers`` on; ``is_early``: in every second layer before that. ``is_asked``: only where
+    ``use_sliding_window`` says so."""
+    layers, border = config.shape["layers"], config.whole("max_window_layers", default)
+    windowed = range(0, min(border, layers), 2) if is_early else range(border, layers)
+    (_asked_window if is_asked else _window)(config, windowed)
 
 
 def _dense_layers(config: _Config, otherwise: Iterable[int]) -> list[int]:
@@ -476,12 +479,6 @@ def _dense(config: _Config) -> None:
         raise config.error("mlp_bias", "false: biases of dense FFNs are not supported")
     _put(config, list(range(config.shape["layers"])), config.shape["width"])
     config.shape |= {"experts": 1, "top_k": 1, "width": 1}
-
-
-def _qwen2_dense(config: _Config) -> None:
-    config.shape["qkv_bias"] = True
-    _later_windows(config)
-    _dense(config)
 
 
 def _phimoe(config: _Config) -> None:
@@ -551,11 +548,6 @@ def _sparse_steps(config: _Config) -> None:
     only = config.numbers("mlp_only_layers", "layers")
     _routed(config)
     _put(config, [layer for layer in range(layers) if layer in only or not step or (layer + 1) % step])
-
-
-def _qwen2_moe(config: _Config) -> None:
-    _asked_window(config, range(0, min(config.whole("max_window_layers", 28), config.shape["layers"]), 2))
-    config.shape["qkv_bias"] = config.value("qkv_bias", bool, True)
 
 
 def _qwen3_next(config: _Config) -> None:
@@ -877,17 +869,6 @@ def _nemotron_h(config: _Config) -> None:
     _put(config, bare or dense, width if dense else 0)
 
 
-def _glm4(config: _Config) -> None:
-    """GLM-4.5: the output's projection has no bias."""
-    _biases(config, output=False)
-    if config.value("use_qk_norm", bool):
-        _head_norms(config)
-
-
-def _dots1(config: _Config) -> None:
-    _window(config, range(config.whole("max_window_layers", 62), config.shape["layers"]))
-
-
 def _ernie(config: _Config) -> None:
     """ERNIE 4.5: experts in every moe_layer_interval-th layer between two; the router's correction counts as a parameter."""
     if config.value("use_bias", bool):
@@ -905,14 +886,13 @@ def _ernie(config: _Config) -> None:
     }
 
 
-def _hunyuan(config: _Config) -> None:
+def _hunyuan(config: _Config, *, is_later: bool) -> None:
     """Hunyuan-Large and its successors, which name an expert's width apart and may begin with dense layers."""
     config.known.add("cla_share_factor")
-    is_later, dense_width = config.kind == "hunyuan_v1_moe", config.shape["width"]
+    dense_width = config.shape["width"]
     _put(config, list(range(config.whole("moe_layer_num_skipped", 0))), dense_width)
     config.shape["width"] = config.whole("moe_intermediate_size", 0) or dense_width
-    if config.value("use_qk_norm", bool, is_later):
-        _head_norms(config)
+    _head_norms(config, asked="use_qk_norm", default=is_later)
     _shared(config, config.shape["width"], int(is_later))
 
 
@@ -945,13 +925,12 @@ _MINIMAX_M3 = (_PLAIN_HEADS, _head_norms, _routed, _minimax_m3)
 _MIMO = (_EXPERT_HEADS, _groups, _routed, _mimo)
 _STEP3 = (_EXPERT, _step3, _routed)
 _LLAMA4 = (_PLAIN_HEADS, _biases, _llama4)
-_HUNYUAN = (_PLAIN, _biases, _routed, _hunyuan)
 
 MODEL_TYPES: dict[Any, _Parts] = {
     "llama": (_PLAIN, _biases, _dense),
     "mistral": (_PLAIN, _window, _dense),
-    "qwen2": (_PLAIN, _qwen2_dense),
-    "qwen3": (_PLAIN_HEADS, _biases, _head_norms, _later_windows, _dense),
+    "qwen2": (_PLAIN, partial(_biases, asked="", default=True, output=False), _some_windows, _dense),
+    "qwen3": (_PLAIN_HEADS, _biases, _head_norms, _some_windows, _dense),
     "mixtral": _MIXTRAL,
     "phimoe": (*_MIXTRAL, _biases, _phimoe),
     "olmoe": (*_MIXTRAL, _biases, _olmoe),
@@ -962,7 +941,13 @@ MODEL_TYPES: dict[Any, _Parts] = {
     "minimax_text_01": _MINIMAX,
     "minimax_m1": _MINIMAX,
     "minimax_m2": (_PLAIN_HEADS, _routed, _minimax_m2),
-    "qwen2_moe": (_EXPERT, _sparse_steps, _qwen2_moe, _gated_shared),
+    "qwen2_moe": (
+        _EXPERT,
+        _sparse_steps,
+        partial(_some_windows, is_early=True),
+        partial(_biases, asked="qkv_bias", default=True, output=False),
+        _gated_shared,
+    ),
     "qwen3_moe": (_EXPERT, _sparse_steps, _biases, _head_norms, _asked_window),
     "qwen3_next": _QWEN3_NEXT,
     "qwen3_5_moe": _QWEN3_NEXT,
@@ -987,10 +972,15 @@ MODEL_TYPES: dict[Any, _Parts] = {
     "step3_vl": _STEP3,
     "step3p5": _STEP3,
     "step3p7": _STEP3,
-    "glm4_moe": (_EXPERT, _leading, _glm4),
-    "dots1": (_EXPERT, _leading, _biases, _head_norms, _dots1),
+    "glm4_moe": (
+        _EXPERT,
+        _leading,
+        partial(_biases, output=False),
+        partial(_head_norms, asked="use_qk_norm"),
+    ),
+    "dots1": (_EXPERT, _leading, _biases, _head_norms, partial(_some_windows, default=62, is_asked=False)),
     "ernie4_5_moe": (_EXPERT, _routed, _ernie),
-    "hunyuan": _HUNYUAN,
-    "hunyuan_v1_moe": _HUNYUAN,
+    "hunyuan": (_PLAIN, _biases, _routed, partial(_hunyuan, is_later=False)),
+    "hunyuan_v1_moe": (_PLAIN, _biases, _routed, partial(_hunyuan, is_later=True)),
 }
 """The parts that give a shape its fields, one after the other, by ``model_type``."""
