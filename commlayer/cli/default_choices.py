@@ -20,7 +20,18 @@ def with_choices(estimates: Iterable[StepEstimate], request: Request) -> tuple[S
     first with experts on several NVLink domains a dispatcher that nobody named."""
     every = list(estimates)
     if request.is_default_software:
-        every[0] = replace(every[0], notes=(*every[0].notes, _software_note(every[0], request)))
+        note = software_words(request)
+        try:
+            own = _by(every[0], request, request.changed(COMMLAYER))
+        except (UsageError, PlanError) as error:
+            note += f"; commlayer's own cannot run this mapping: {error}"
+        else:
+            fits = "" if own.fits else ", in more memory than there is"
+            note += (
+                f"; by commlayer's own this mapping takes {own.step_us / 1e3:,.1f} ms{fits}, which nobody's published run "
+                "checks: --software commlayer"
+            )
+        every[0] = replace(every[0], notes=(*every[0].notes, note))
     across = (place for place, each in enumerate(every) if _num_domains(each, request) > 1)
     place = next(across, None)
     if request.dispatcher is None and place is not None:
@@ -35,19 +46,6 @@ def _num_domains(estimate: StepEstimate, request: Request) -> int:
 def software_words(request: Request) -> str:
     """Say by which software an estimate is where nobody named one."""
     return f"--software was not given: this is {request.software.name}'s way of running the step"
-
-
-def _software_note(estimate: StepEstimate, request: Request) -> str:
-    asked = software_words(request)
-    try:
-        own = _by(estimate, request, request.changed(COMMLAYER))
-    except (UsageError, PlanError) as error:
-        return f"{asked}; commlayer's own cannot run this mapping: {error}"
-    fits = "" if own.fits else ", in more memory than there is"
-    return (
-        f"{asked}; by commlayer's own this mapping takes {own.step_us / 1e3:,.1f} ms{fits}, which nobody's published run "
-        "checks: --software commlayer"
-    )
 
 
 def _dispatcher_note(estimate: StepEstimate, request: Request) -> Iterator[str]:

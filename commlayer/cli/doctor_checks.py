@@ -37,10 +37,17 @@ class Finding(msgspec.Struct, frozen=True):
 
 def all_findings() -> list[Finding]:
     """Everything that is known about this machine; imports torch."""
+    from commlayer.cli.interfaces import gloo_address, interfaces
+
+    choice = gloo_address()
+    mark: Verdict = "bad" if choice.is_wrong else "warn" if choice.advice else "ok"
     sections = {
         "Versions": _versions(),
         "torch.distributed and GPUs": _torch(),
-        "Network": _network(),
+        "Network": [
+            *(("ok", f"interface {each.name}", each.describe(), "") for each in interfaces()),
+            (mark, "gloo would use", choice.describe(), choice.advice),
+        ],
         "Emulated cluster": _emulation(),
     }
     settings, is_sound = Settings(), True
@@ -145,15 +152,6 @@ def _devices(torch: Any) -> _Lines:
     else:
         why = "no GPU, or no driver for this torch"
     return [("warn", "GPU", f"no CUDA device: {why}", "ranks move CPU tensors over gloo, which needs none")]
-
-
-def _network() -> _Lines:
-    from commlayer.cli.interfaces import gloo_address, interfaces
-
-    lines: _Lines = [("ok", f"interface {each.name}", each.describe(), "") for each in interfaces()]
-    choice = gloo_address()
-    mark: Verdict = "bad" if choice.is_wrong else "warn" if choice.advice else "ok"
-    return [*lines, (mark, "gloo would use", choice.describe(), choice.advice)]
 
 
 def _emulation() -> _Lines:

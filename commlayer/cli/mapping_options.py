@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -516,7 +517,12 @@ def _read_cluster(given: dict[str, Any], job: Job) -> Cluster:
 def _named_cluster(name: str, gpu: str | None) -> Cluster:
     """The cluster of a name or in a file, declared or measured, with the GPU that was asked for; says where it was measured on
     CPU ranks."""
-    if not _is_profile(name):
+    is_profile = name in profile_catalog.names() and name not in clusters.names()
+    if name not in profile_catalog.names() and os.path.isfile(name):
+        # Whoever reads it as a cluster says what is wrong with it.
+        with contextlib.suppress(OSError, UsageError):
+            is_profile = parse_object(read_file(name), name).get("format") == "commlayer-profile"
+    if not is_profile:
         cluster = resolve_cluster(name)
         if gpu is not None:
             cluster = cluster.replace(gpu=hardware.GPUS[gpu], name=f"{cluster.name} with {hardware.GPUS[gpu].name}")
@@ -580,18 +586,6 @@ def resolve_shape(cluster: str | None, shape: str | None, profile: str | None) -
     declared = resolve_cluster(str(cluster))
     nodes = tuple(map(len, Topology.parse(str(shape)).nodes))
     return declared.profile_of(nodes), declared.gpu.bf16_tflops * declared.gpu.gemm
-
-
-def _is_profile(name: str) -> bool:
-    if name in profile_catalog.names():
-        return name not in clusters.names()
-    if not os.path.isfile(name):
-        return False
-    try:
-        content = parse_object(read_file(name), name)
-    except (OSError, UsageError):
-        return False  # whoever reads it as a cluster says what is wrong
-    return content.get("format") == "commlayer-profile"
 
 
 def read_space(given: dict[str, Any]) -> Space:

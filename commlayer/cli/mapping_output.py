@@ -39,6 +39,26 @@ def job_dict(job: Job) -> dict[str, Any]:
 def estimate_dict(estimate: StepEstimate) -> dict[str, Any]:
     """Return an estimate for ``--json``: times in µs, memory in bytes, the rest fractions."""
     setup, memory = estimate.setup, estimate.memory
+    validity: dict[str, Any] | None = None
+    if (known := estimate.validity) is not None:
+        ends_us, fitted = estimate.interval_us, known.fitted
+        validity = {
+            "word": known.word,
+            "kind": known.kind._asdict(),
+            "step_us": [rounded(us) for us in ends_us],
+            "likely_us": None if known.is_unseen else rounded(estimate.likely_us),
+            "tokens_per_s": [rounded(estimate.job.tokens / us * 1e6) for us in reversed(ends_us)],
+            "mfu": [rounded(estimate.mfu * estimate.step_us / us, 6) for us in reversed(ends_us)],
+            "num_of_kind": known.num_rows,
+            "num_sources": known.num_sources,
+            "is_new_machine": known.is_new,
+            "is_new_attention": known.is_new_attention,
+            "fitted": fitted and {"differences": fitted.differences, "num_pairs": fitted.num_pairs},
+            "nearest": [
+                {"row": row.key, "error": row.error, "differs": list(known.kind.differs(row.kind))}
+                for row in known.nearest
+            ],
+        }
     return {
         "mapping": str(setup),
         "setup": {**asdict(setup), "dp": setup.dp, "edp": setup.edp},
@@ -56,33 +76,7 @@ def estimate_dict(estimate: StepEstimate) -> dict[str, Any]:
         "memory_limit_bytes": round(estimate.memory_limit),
         "fits": estimate.fits,
         "notes": list(estimate.notes),
-        "validity": _validity_dict(estimate),
-    }
-
-
-def _validity_dict(estimate: StepEstimate) -> dict[str, Any] | None:
-    validity = estimate.validity
-    if validity is None:
-        return None
-    low, high = estimate.interval_us
-    kind = validity.kind
-    return {
-        "word": validity.word,
-        "kind": kind._asdict(),
-        "step_us": [rounded(low), rounded(high)],
-        "likely_us": None if validity.is_unseen else rounded(estimate.likely_us),
-        "tokens_per_s": [rounded(estimate.job.tokens / us * 1e6) for us in (high, low)],
-        "mfu": [rounded(estimate.mfu * estimate.step_us / us, 6) for us in (high, low)],
-        "num_of_kind": validity.num_rows,
-        "num_sources": validity.num_sources,
-        "is_new_machine": validity.is_new,
-        "is_new_attention": validity.is_new_attention,
-        "fitted": None
-        if validity.fitted is None
-        else {"differences": validity.fitted.differences, "num_pairs": validity.fitted.num_pairs},
-        "nearest": [
-            {"row": row.key, "error": row.error, "differs": list(kind.differs(row.kind))} for row in validity.nearest
-        ],
+        "validity": validity,
     }
 
 

@@ -116,8 +116,16 @@ def diff_(a: str, b: str, as_json: bool) -> None:
     elif not differences:
         echo_sentence(f"{a} and {b}: equal content ({first.fingerprint})")
     else:
-        changes = ["" if d.change is None else f"{d.change:+.1%}" for d in differences]
-        rows = [[d.field, *_shortened(d.a, d.b), change] for d, change in zip(differences, changes, strict=True)]
+        rows = []
+        for each in differences:
+            texts = [each.a, each.b]
+            if max(map(len, texts)) > _LONGEST:  # from shortly before they part
+                pairs = enumerate(zip(*texts, strict=False))
+                parts = next((place for place, (a, b) in pairs if a != b), min(map(len, texts)))
+                start = parts - 20 if parts > 40 else 0
+                end = start + _LONGEST
+                texts = ["…" * (start > 0) + text[start:end] + "…" * (len(text) > end) for text in texts]
+            rows.append([each.field, *texts, "" if each.change is None else f"{each.change:+.1%}"])
         print_table(["field", f"~{first.name}", f"~{second.name}", ">change"], rows)
         if ratios:
             echo()
@@ -134,16 +142,6 @@ def diff_(a: str, b: str, as_json: bool) -> None:
 _LINKS = (Resource.INTER, Resource.INTRA, Resource.DEVICE)
 _LONGEST = 120
 """Characters of a source that a comparison shows; the whole is in ``--json``."""
-
-
-def _shortened(a: str, b: str) -> tuple[str, str]:
-    """Two long texts from shortly before they part."""
-    if max(len(a), len(b)) <= _LONGEST:
-        return a, b
-    parts = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    start = parts - 20 if parts > 40 else 0
-    cut = ["…" * (start > 0) + text[start : start + _LONGEST] + "…" * (len(text) > start + _LONGEST) for text in (a, b)]
-    return cut[0], cut[1]
 
 
 def _summary(profile: Profile) -> dict[str, Any]:

@@ -187,27 +187,23 @@ def print_table(
         echo_sentence(lead=title)
     needed = _needed_width(columns, cells, left_out, _LEAST_WRAPPED)
     if needed > out.width and _is_width_known():
-        _print_folded(columns, cells, out.width)
+        # Each row as its first cell, or its number and the next one, and below that the others with their names.
+        names = [column.lstrip(">~") for column in columns]
+        num_heads = 1 + (names[0] in ("", "#"))
+        for row in cells:
+            echo_sentence(lead=" ".join(filter(None, row[:num_heads])) or names[0])
+            others = [f"{name} {cell}".strip() for name, cell in zip(names, row, strict=True) if cell][num_heads:]
+            if others:
+                echo_sentence(f"  {', '.join(others)}")
+        heads = " and ".join(filter(None, names[:num_heads]))
+        about = f", the first its {heads}" if heads else ""
+        echo_sentence(f"each row has lines of its own{about}, as there are {out.width} columns")
         return
     terminal, out.width = out.width, max(out.width, needed)
     _print(out, _table(columns, cells, bold, dim, left_out))
     if left_out:
-        names = ", ".join(columns[column].lstrip(">~") for column in sorted(left_out))
-        echo_sentence(f"left out, as there are {terminal} columns: {names}")
-
-
-def _print_folded(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> None:
-    """Print each row as its first cell, or its number and the next one, and below that the others with their names."""
-    names = [column.lstrip(">~") for column in columns]
-    num_heads = 1 + (names[0] in ("", "#"))
-    for row in rows:
-        echo_sentence(lead=" ".join(filter(None, row[:num_heads])) or names[0])
-        cells = [f"{name} {cell}".strip() for name, cell in zip(names, row, strict=True) if cell][num_heads:]
-        if cells:
-            echo_sentence(f"  {', '.join(cells)}")
-    heads = " and ".join(filter(None, names[:num_heads]))
-    about = f", the first its {heads}" if heads else ""
-    echo_sentence(f"each row has lines of its own{about}, as there are {width} columns")
+        omitted = ", ".join(columns[column].lstrip(">~") for column in sorted(left_out))
+        echo_sentence(f"left out, as there are {terminal} columns: {omitted}")
 
 
 def _needed_width(columns: Sequence[str], rows: Sequence[Sequence[str]], left_out: Sequence[int], wrapped: int) -> int:

@@ -66,7 +66,33 @@ def read_jobs(
         raise UsageError(f"{files[0]}: expected a folder of traces, got one of its files: give its folder")
     if folders := [path for path in paths if _has_traces(path)]:
         raise UsageError(f"{folders[0]} has traces: expected one folder of traces, or dumps: give it alone")
-    return [_of_dumps(paths, job, window, damaged)]
+    for option, value in (("--job", job), ("--step", window.step)):
+        if value is not None:
+            raise UsageError(f"{option}: expected traces of ranks, got {paths[0]}: dumps name neither jobs nor steps")
+    from commlayer.diagnosis.evidence import gather_evidence
+    from commlayer.diagnosis.evidence_files import files_in
+    from commlayer.traces.dump_traces import traces_of_dumps
+
+    with progress("looking", len(files_in(paths))) as advance:
+        evidence = gather_evidence(paths, damaged, advance, keeps_all=True)
+    with progress("reading", len(evidence.dump_paths)) as advance:
+        evidence.read_dumps(damaged, advance)
+    if not evidence.dumps:
+        if damaged:
+            raise UsageError("\n".join(damaged))
+        if paths[0].is_dir() and any(paths[0].glob(_TRACES)):
+            # Raises what is wrong with files that are named as traces and begin as none.
+            _traces(paths[0], job, damaged)
+        raise UsageError(
+            f"{paths[0]}: expected files such as rank-00000.json, got {evidence.in_words() or 'none'}: run the job with "
+            f"COMMLAYER_TRACE={paths[0]}, and collect the files of all machines; a rank writes its own when it ends. Or give "
+            "dumps of torch's Flight Recorder"
+        )
+    echo_sentence(evidence.in_words(), err=True)
+    traces = traces_of_dumps(evidence.dumps)
+    ranks = select(traces.ranks, window)
+    notes = [*_common_notes(ranks), *traces.notes]
+    return [TracedJob("", None, ranks, notes, traces.host_errors_ns, traces.is_size_known)]
 
 
 def _has_traces(path: Path) -> bool:
@@ -93,37 +119,6 @@ def _traces(folder: Path, job: str | None, damaged: list[str]) -> list[RankTrace
             traces.append(each)
             advance(f"rank {each.rank}")
     return traces
-
-
-def _of_dumps(paths: Sequence[Path], job: str | None, window: Window, damaged: list[str]) -> TracedJob:
-    from commlayer.diagnosis.evidence import gather_evidence
-    from commlayer.diagnosis.evidence_files import files_in
-    from commlayer.traces.dump_traces import traces_of_dumps
-
-    for option, value in (("--job", job), ("--step", window.step)):
-        if value is not None:
-            raise UsageError(f"{option}: expected traces of ranks, got {paths[0]}: dumps name neither jobs nor steps")
-    with progress("looking", len(files_in(paths))) as advance:
-        evidence = gather_evidence(paths, damaged, advance, keeps_all=True)
-    with progress("reading", len(evidence.dump_paths)) as advance:
-        evidence.read_dumps(damaged, advance)
-    if not evidence.dumps:
-        if damaged:
-            raise UsageError("\n".join(damaged))
-        if paths[0].is_dir() and any(paths[0].glob(_TRACES)):
-            _traces(
-                paths[0], job, damaged
-            )  # raises what is wrong with files that are named as traces and begin as none
-        raise UsageError(
-            f"{paths[0]}: expected files such as rank-00000.json, got {evidence.in_words() or 'none'}: run the job with "
-            f"COMMLAYER_TRACE={paths[0]}, and collect the files of all machines; a rank writes its own when it ends. Or give "
-            "dumps of torch's Flight Recorder"
-        )
-    echo_sentence(evidence.in_words(), err=True)
-    traces = traces_of_dumps(evidence.dumps)
-    ranks = select(traces.ranks, window)
-    notes = [*_common_notes(ranks), *traces.notes]
-    return TracedJob("", None, ranks, notes, traces.host_errors_ns, traces.is_size_known)
 
 
 def missing_ranks(ranks: Sequence[Selected]) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -119,7 +118,12 @@ def what_if_command(
     """
     kind, pair = _NAMES[given["vary"]], given["pair"]
     named = given_options(ctx)
-    _refuse_replaced(kind, named)
+    for name in _REPLACED.get(kind, (kind,)):
+        if name in named and "hold" not in named:  # with it some mapping is the best with what the option says
+            raise UsageError(
+                f"--{name.replace('_', '-')}: --vary {kind.replace('_', '-')} takes its place at every value: leave it out, "
+                "or add --hold to keep the mapping that is best with it"
+            )
     is_fabric_named = given["fabric"] is not None
     request = with_fit(read_request(given), runs_of(measured))
     space = read_space(given)
@@ -144,18 +148,6 @@ def what_if_command(
     answer(
         request, variation, ways, hold=given["hold"], report=report, picture=picture, as_json=as_json, measure=measure
     )
-
-
-def _refuse_replaced(kind: str, given: Collection[str]) -> None:
-    """Raise UsageError for an option whose value every value of ``kind`` takes the place of. With --hold some mapping is the best
-    with it."""
-    for name in _REPLACED.get(kind, (kind,)):
-        if name in given and "hold" not in given:
-            option = name.replace("_", "-")
-            raise UsageError(
-                f"--{option}: --vary {kind.replace('_', '-')} takes its place at every value: leave it out, or add --hold to "
-                "keep the mapping that is best with it"
-            )
 
 
 def _as_asked(request: Request, space: Space, pair: str | None, way: Alternative, margin: float) -> Alternative:
