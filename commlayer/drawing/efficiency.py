@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from commlayer.drawing.style import (
@@ -22,7 +21,6 @@ from commlayer.profiles.profile import Profile
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 __all__ = ["efficiency_figure"]
@@ -40,6 +38,8 @@ def efficiency_figure(profile: Profile) -> Figure:
 
     A panel for each class of links and number of ranks that was measured.
     """
+    from numpy import geomspace
+
     panels: dict[tuple[Resource, int], list[Curve]] = {}
     order = {link: index for index, link in enumerate(Resource)}
     for curve in sorted(profile.curves, key=lambda curve: (order[curve.link], curve.group_size)):
@@ -56,7 +56,17 @@ def efficiency_figure(profile: Profile) -> Figure:
     grid = figure.subplots(num_rows, num_columns, squeeze=False).flatten()
     for axes, ((link, size), curves) in zip(grid, panels.items(), strict=False):
         for curve in curves:
-            _efficiency(axes, curve, profile.peaks.of(link), *looks[curve.collective])
+            colour, marker = looks[curve.collective]
+            first, last = curve.bytes[0], curve.bytes[-1]
+            beyond = {"linewidth": 1.1, "linestyle": (0, BEYOND)}
+            for sizes, look in (
+                (curve.bytes, {"linestyle": "", "marker": marker, "markersize": 4.5}),
+                (geomspace(first, last, _POINTS), {"linewidth": 1.6}),
+                (geomspace(first / _REACH, first, _POINTS), beyond),
+                (geomspace(last, last * _REACH, _POINTS), beyond),
+            ):
+                shares = [curve.efficiency(each, profile.peaks.of(link)) for each in sizes]
+                axes.plot(sizes, shares, color=colour, **look)
         axes.axhline(1.0, color=FAINT, linewidth=1.0)
         axes.text(0.004, 1.0, "peak", transform=axes.get_yaxis_transform(), color=FAINT, va="bottom")
         axes.set_xscale("log", base=2)
@@ -77,18 +87,3 @@ def efficiency_figure(profile: Profile) -> Figure:
     handles.append(Line2D([], [], color=FAINT, linewidth=1.1, linestyle=(0, BEYOND), label="extrapolated"))
     figure.legend(handles=handles, loc="outside lower center", ncols=4)
     return figure
-
-
-def _efficiency(axes: Axes, curve: Curve, peak_gbps: float, colour: str, marker: str) -> None:
-    from numpy import geomspace
-
-    def values(sizes: Iterable[float]) -> list[float]:
-        return [curve.efficiency(size, peak_gbps) for size in sizes]
-
-    first, last = curve.bytes[0], curve.bytes[-1]
-    inside = geomspace(first, last, _POINTS)
-    axes.plot(curve.bytes, values(curve.bytes), linestyle="", marker=marker, markersize=4.5, color=colour)
-    axes.plot(inside, values(inside), color=colour, linewidth=1.6)
-    for low, high in ((first / _REACH, first), (last, last * _REACH)):
-        outside = geomspace(low, high, _POINTS)
-        axes.plot(outside, values(outside), color=colour, linewidth=1.1, linestyle=(0, BEYOND))

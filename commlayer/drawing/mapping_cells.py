@@ -55,7 +55,12 @@ def job_words(job: Job, cluster: str, software: str, varied: Mapping[str, Sequen
     """Describe a job: what is trained, on what. ``varied``: the values of a field that has several."""
     sizes = parameters.count(job.model)
     values = {name: (getattr(job, name),) for name in JOB_NUMBERS} | dict(varied or {})
-    gpus, sequences, tokens = (_several(values[name], word) for name, word in JOB_NUMBERS.items())
+    counts = []
+    for name, word in JOB_NUMBERS.items():  # few values are named each, of many the first and the last
+        *others, last = values[name]
+        which = f"{', '.join(map(str, others))} or {last}" if len(others) < 4 else f"{others[0]} to {last}"
+        counts.append(f"{which} {word}s" if others else counted(last, word))
+    gpus, sequences, tokens = counts
     words = (
         f"{job.model.name} ({sizes.total / 1e9:.4g} B parameters, {sizes.active / 1e9:.4g} B active) on "
         f"{gpus} of {cluster}, {named_dispatcher(software)}: {sequences} of {tokens} a step"
@@ -65,16 +70,6 @@ def job_words(job: Job, cluster: str, software: str, varied: Mapping[str, Sequen
     if job.loads is not None:
         return f"{words}, skewed routing (the most popular expert gets {max(job.loads.shares):.1%})"
     return words + (f", imbalance {job.imbalance:g}" if job.imbalance != 1 else "")
-
-
-def _several(values: Sequence[int], word: str) -> str:
-    """Name few values each, and of many the first and the last."""
-    if len(values) == 1:
-        return counted(values[0], word)
-    listed = (
-        f"{', '.join(map(str, values[:-1]))} or {values[-1]}" if len(values) < 5 else f"{values[0]} to {values[-1]}"
-    )
-    return f"{listed} {word}s"
 
 
 def exposed_share(estimate: StepEstimate) -> float:

@@ -201,7 +201,17 @@ def _stacked(
     limits: Sequence[float] = (),
 ) -> Figure:
     longest = max(sum(parts.values()) for parts in bars.values())
-    shown, bars = _significant(bars, colours, _LEAST * longest)
+    # The parts worth a colour, in order, and all else as one part.
+    names = dict.fromkeys([*colours, *(part for parts in bars.values() for part in parts)])
+    shown = [name for name in names if any(parts.get(name, 0.0) > _LEAST * longest for parts in bars.values())]
+    bars = {
+        bar: {
+            **{part: parts.get(part, 0.0) for part in shown},
+            _OTHER: sum(size for part, size in parts.items() if part not in shown),
+        }
+        for bar, parts in bars.items()
+    }
+    shown += [_OTHER] * any(parts[_OTHER] > 0 for parts in bars.values())
     figure = new_figure(FIGURE_WIDTH, 1.35 + _ROW * len(bars) + 0.22 * math.ceil((len(shown) + bool(limits)) / 6))
     axes = figure.add_subplot()
     end = max(1.34 * longest, 1.04 * max(limits, default=0.0))
@@ -226,22 +236,6 @@ def _stacked(
     figure.legend(handles=_legend(shown, colours, limits), loc="outside lower center", ncols=6)
     _name_parts(figure, named)
     return figure
-
-
-def _significant(
-    bars: Mapping[str, Mapping[str, float]], colours: Mapping[str, str], least: float
-) -> tuple[list[str], dict[str, dict[str, float]]]:
-    """The parts worth a colour, in order, and the bars with all else as one part."""
-    names = list(dict.fromkeys([*colours, *(part for parts in bars.values() for part in parts)]))
-    shown = [name for name in names if any(parts.get(name, 0.0) > least for parts in bars.values())]
-    merged = {
-        bar: {
-            **{part: parts.get(part, 0.0) for part in shown},
-            _OTHER: sum(size for part, size in parts.items() if part not in shown),
-        }
-        for bar, parts in bars.items()
-    }
-    return [*shown, *[_OTHER] * any(parts[_OTHER] > 0 for parts in merged.values())], merged
 
 
 def _name_parts(figure: Figure, bars: Sequence[tuple[Rectangle, str, str]]) -> None:

@@ -77,7 +77,14 @@ def pipeline_tasks(estimate: StepEstimate) -> list[Task]:
     uneven = setup.vpp > 1 and count % setup.pp
     if setup.pp == 1 or not estimate.ranks or uneven or 3 * setup.pipeline.num_chunks * count > _MOST_TASKS:
         return []
-    stages = estimate.ranks if setup.is_merged else _of_one_ratio(estimate.ranks)
+    stages: Sequence[StageTimes] = estimate.ranks
+    if not setup.is_merged:  # forward and backward are in one ratio on all ranks
+        slowest = max(stages, key=lambda each: each.alone_us)
+        share = slowest.forward_us / slowest.alone_us
+        stages = [
+            StageTimes(share * each.alone_us, (1 - share) * each.alone_us, each.weights_us, each.merged_us)
+            for each in stages
+        ]
     sends = hops(setup.pp, count, setup.vpp, setup.schedule)
     send_us = estimate.parts.get("pp", 0.0) / max(1, sum(sends))
 
@@ -200,15 +207,6 @@ def _mark(axes: Axes, steady: SteadyState, num_rows: int, step_us: float, unit_u
 def _pipeline_us(estimate: StepEstimate) -> float:
     """The time from the first task to the last, µs: the step without its edges."""
     return estimate.step_us - sum(estimate.parts.get(part, 0.0) for part in ("parameters", "gradients", "optimizer"))
-
-
-def _of_one_ratio(ranks: Sequence[StageTimes]) -> list[StageTimes]:
-    slowest = max(ranks, key=lambda each: each.alone_us)
-    share = slowest.forward_us / slowest.alone_us
-    return [
-        StageTimes(share * each.alone_us, (1 - share) * each.alone_us, each.weights_us, each.merged_us)
-        for each in ranks
-    ]
 
 
 def _of_task(task: Task, before: float, times: StageTimes) -> Iterator[RankSpan]:

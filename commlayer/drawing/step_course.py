@@ -7,7 +7,7 @@ does that. In a pass, what other micro-batches compute beside its calls is told 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from commlayer.drawing.pipeline_course import MOST_RANKS, SPAN_COLOURS, RankSpan, draw_ranks, rank_spans
@@ -140,7 +140,19 @@ def course_figure(estimate: StepEstimate, title: str = "") -> Figure:
         name_rows(axes, [f"rank {rank}" for rank in range(rows[0])])
     for axes, (name, forecast) in zip(panels, shown.items(), strict=True):
         unit_us = _time_axis(axes, forecast.total_us)
-        _draw(axes, forecast, lanes[name], unit_us)
+        spans = {
+            SPAN_COLOURS["forward"]: [(start, end) for what, start, end in forecast.computed if what != _FILLER],
+            _OTHERS: [(start, end) for what, start, end in forecast.computed if what == _FILLER],
+            SPAN_COLOURS["wait"]: [(start, end) for _, start, end in forecast.waited],
+        }
+        for colour, each in spans.items():
+            _bars(axes, 0, each, unit_us, colour, 1.0)
+        for row, lane in enumerate(lanes[name], start=1):
+            times = [call for call in forecast.calls.values() if call.call.row == lane]
+            colour = _LANE_COLOURS.get(lane, FAINT)
+            _bars(axes, row, [(call.issued_us, call.end_us) for call in times], unit_us, colour, _PALE)
+            _bars(axes, row, [span for call in times for span in call.spans], unit_us, colour, 1.0)
+        name_rows(axes, ["program", *(lane or "no lane" for lane in lanes[name])])
         exposed = f", of which {format_us(forecast.exposed_us)} waiting" if forecast.exposed_us else ""
         axes.set_title(f"{_scope(name, forecast)}   {format_us(forecast.total_us)}{exposed}", fontsize=9.5, pad=3)
     if title:
@@ -198,22 +210,6 @@ def _steps(times: CallTimes, resource: Resource) -> Iterator[_Event]:
     for step, (start, end) in zip(times.call.plan.steps, times.spans, strict=True):
         if step.resource is resource:
             yield f"{times.call.name}: {step.op.value} {step.chunk}", start, end, {"bytes": step.bytes}
-
-
-def _draw(axes: Axes, forecast: Forecast, lanes: list[str], unit_us: float) -> None:
-    spans: Mapping[str, list[tuple[float, float]]] = {
-        SPAN_COLOURS["forward"]: [(start, end) for name, start, end in forecast.computed if name != _FILLER],
-        _OTHERS: [(start, end) for name, start, end in forecast.computed if name == _FILLER],
-        SPAN_COLOURS["wait"]: [(start, end) for _, start, end in forecast.waited],
-    }
-    for colour, each in spans.items():
-        _bars(axes, 0, each, unit_us, colour, 1.0)
-    for row, lane in enumerate(lanes, start=1):
-        times = [each for each in forecast.calls.values() if each.call.row == lane]
-        colour = _LANE_COLOURS.get(lane, FAINT)
-        _bars(axes, row, [(each.issued_us, each.end_us) for each in times], unit_us, colour, _PALE)
-        _bars(axes, row, [span for each in times for span in each.spans], unit_us, colour, 1.0)
-    name_rows(axes, ["program", *(lane or "no lane" for lane in lanes)])
 
 
 def _bars(axes: Axes, row: int, spans: list[tuple[float, float]], unit_us: float, colour: str, opacity: float) -> None:

@@ -110,7 +110,14 @@ def _picture(finding: Cycle | Missing | Mismatch) -> _Picture | None:
 
 def _circle(cycle: Cycle) -> _Picture:
     steps = cycle.steps[:_MOST_BOXES]
-    places, height = _around(len(steps))
+    count, middle = len(steps), 100.0
+    places = [(_BOX / 2 + 10, middle), (_WIDTH - _BOX / 2 - 10, middle)][:count]
+    if count > 2:  # on an ellipse that is wide enough
+        tall = max(150.0, (_HEIGHT + 24) * math.ceil(count / 2) / 2 + 40)
+        wide = _WIDTH / 2 - _BOX / 2 - 10
+        middle = tall + _HEIGHT / 2 + 10
+        turns = [2 * math.pi * number / count - math.pi / 2 for number in range(count)]
+        places = [(_WIDTH / 2 + wide * math.cos(turn), middle + tall * math.sin(turn)) for turn in turns]
     arrows = [
         _arrow(here, there, f"needs {short_call(step.missing)}")
         for here, there, step in zip(places, [*places[1:], *places[:1]], steps, strict=True)
@@ -118,18 +125,7 @@ def _circle(cycle: Cycle) -> _Picture:
     boxes = [_waiter_box(at, step.call, step.site) for at, step in zip(places, steps, strict=True)]
     label = f"{ranks_words(sorted({step.call.rank for step in cycle.steps}))} wait for each other"
     rest = f"{ranks_words(cycle.behind)} wait for these." if cycle.behind else ""
-    return _Picture(arrows, boxes, height, label, rest)
-
-
-def _around(count: int) -> tuple[list[Point], float]:
-    """Places of boxes on an ellipse that is wide enough, and the picture's height."""
-    if count <= 2:
-        return [(_BOX / 2 + 10, 100.0), (_WIDTH - _BOX / 2 - 10, 100.0)][:count], 200.0
-    tall = max(150.0, (_HEIGHT + 24) * math.ceil(count / 2) / 2 + 40)
-    wide = _WIDTH / 2 - _BOX / 2 - 10
-    turns = [2 * math.pi * number / count - math.pi / 2 for number in range(count)]
-    middle = tall + _HEIGHT / 2 + 10
-    return [(_WIDTH / 2 + wide * math.cos(turn), middle + tall * math.sin(turn)) for turn in turns], 2 * middle
+    return _Picture(arrows, boxes, 2 * middle, label, rest)
 
 
 def _arrow(start: Point, end: Point, words: str, bend: float = 0.12) -> _Arrow:

@@ -114,19 +114,20 @@ def encoded_graph(nodes: Iterable[RankNode], groups: Mapping[tuple[int, ...], st
                 attr=[messages["AttributeProto"](**{"name": name, **value}) for name, value in attributes.items()],
             )
         )
-    return b"".join(_delimited(part.SerializeToString(deterministic=True)) for part in parts)
+    encoded = bytearray()
+    for part in parts:  # each behind its length
+        message = part.SerializeToString(deterministic=True)
+        length = len(message)
+        while length > 0x7F:
+            encoded.append(length & 0x7F | 0x80)
+            length >>= 7
+        encoded.append(length)
+        encoded += message
+    return bytes(encoded)
 
 
 def _type(node: RankNode) -> str:
     return node.collective if node.collective in NODE_TYPES else "collective"
-
-
-def _delimited(message: bytes) -> bytes:
-    length, prefix = len(message), bytearray()
-    while length > 0x7F:
-        prefix.append(length & 0x7F | 0x80)
-        length >>= 7
-    return bytes([*prefix, length]) + message
 
 
 @lru_cache(maxsize=1)

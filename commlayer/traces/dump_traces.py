@@ -271,7 +271,24 @@ def _notes(
     if alone := sum(len(ranks) < 2 for _, ranks, *_ in calls):
         yield f"{counted(alone, 'call')} of groups of one rank, as far as the dumps tell: in no table"
     yield from _notes_on_times({key: shared for key, shared in calls.items() if len(key[1]) > 1})
-    yield from _notes_on_clocks(dumps, bounds)
+    if len(dumps) < 2:
+        return
+    first = dumps[0].rank
+    for rank, bound in bounds.items():
+        if bound is not None and (offset_ns := _offset_ns(bound)):
+            yield (
+                f"the clock of rank {rank} differs from that of rank {first} by {format_us(abs(offset_ns) / 1e3)}, "
+                f"give or take {format_us(bound[1] / 1e3)}: corrected"
+            )
+    agreeing = [error for rank, error in _host_errors_ns(bounds).items() if not _offset_ns(bounds[rank])]
+    if agreeing:
+        worst_us = max(agreeing) / 1e3
+        yield f"stamps are of the hosts' wall clocks, which may be apart by {format_us(worst_us)} for all that dumps tell"
+    if unknown := [rank for rank, bound in bounds.items() if bound is None]:
+        yield (
+            f"stamps are of the hosts' wall clocks: nothing tells how far those of {listed('rank', unknown, _MOST_NAMED)} "
+            f"are from that of rank {first}, if they are on other hosts"
+        )
 
 
 def _notes_on_times(calls: _Calls) -> Iterator[str]:
@@ -307,25 +324,3 @@ def _notes_on_times(calls: _Calls) -> Iterator[str]:
         yield f"no time of {counted(num_rooted, 'call')} with a root, or of a foreign kind: its ranks end one by one"
     if without["device"]:
         yield "where a call has no time, a rank is late by when its host made the call, not by when its device came to it"
-
-
-def _notes_on_clocks(dumps: Sequence[Dump], bounds: Mapping[int, tuple[int, int] | None]) -> Iterator[str]:
-    """Say how far stamps of different ranks can be compared."""
-    if len(dumps) < 2:
-        return
-    first = dumps[0].rank
-    for rank, bound in bounds.items():
-        if bound is not None and (offset_ns := _offset_ns(bound)):
-            yield (
-                f"the clock of rank {rank} differs from that of rank {first} by {format_us(abs(offset_ns) / 1e3)}, "
-                f"give or take {format_us(bound[1] / 1e3)}: corrected"
-            )
-    agreeing = [error for rank, error in _host_errors_ns(bounds).items() if not _offset_ns(bounds[rank])]
-    if agreeing:
-        worst_us = max(agreeing) / 1e3
-        yield f"stamps are of the hosts' wall clocks, which may be apart by {format_us(worst_us)} for all that dumps tell"
-    if unknown := [rank for rank, bound in bounds.items() if bound is None]:
-        yield (
-            f"stamps are of the hosts' wall clocks: nothing tells how far those of {listed('rank', unknown, _MOST_NAMED)} "
-            f"are from that of rank {first}, if they are on other hosts"
-        )
