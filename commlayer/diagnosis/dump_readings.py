@@ -89,7 +89,15 @@ def diagnose_dumps(
         dumps = [dump for dump in dumps if dump.rank not in old]
         logs, diagnosis = _read(dumps, groups)
     is_on_device = _is_on_device(dumps)
-    has_messages = _has_messages(dumps)
+    # Gloo counts operations of a group by op_id, its collectives by collective_seq_id: the one grows
+    # faster than the other where there are messages between collectives, which are not recorded.
+    has_messages = False
+    for dump in dumps:
+        leads: dict[tuple[tuple[str, str], int], int] = {}
+        for entry in (entry for entry in dump.entries if entry.is_on_host):
+            lead = entry.op_id - entry.collective_seq_id
+            has_messages |= lead > leads.get((entry.process_group, entry.pg_id), lead)
+            leads[entry.process_group, entry.pg_id] = lead
     left_out = sum(dump.num_left_out for dump in dumps)
     diagnosis = msgspec.structs.replace(
         with_ends(with_places(diagnosis, places), ends),
@@ -275,24 +283,6 @@ _LEFT_OUT = (
     "{} of commlayer's own groups are left out, as torch's recorder sees but some: give the calls-*.json of ranks"
 )
 _ONLY_LATE = "it may only be late: no call has taken as long as its timeout", "likely"
-
-
-def _has_messages(dumps: Sequence[Dump]) -> bool:
-    """Whether ranks send messages that are not recorded.
-
-    Gloo counts operations of a group by op_id, its collectives by collective_seq_id: the one grows
-    faster than the other where there are messages between collectives.
-    """
-    for dump in dumps:
-        leads: dict[tuple[tuple[str, str], int], int] = {}
-        for entry in dump.entries:
-            if entry.is_on_host:
-                lead = entry.op_id - entry.collective_seq_id
-                group = entry.process_group, entry.pg_id
-                if lead > leads.get(group, lead):
-                    return True
-                leads[group] = lead
-    return False
 
 
 def _open(

@@ -237,8 +237,21 @@ def _take(evidence: Evidence, file: EvidenceFile) -> None:
         _take_log(evidence, parse_log(file.content(), name), printable(file.name, keep=""))
     elif is_ras_json(head):
         evidence.ras.append(read_ras(file.name, file.content()))
-    elif b"\0" in head or not _take_text(evidence, file):
+    elif b"\0" in head:
         evidence.unknown.append(file.name)
+    else:  # a text, which may have several kinds in it
+        data = file.content()
+        places = read_stacks(file.name, data) if has_stacks(data) else []
+        ends = read_ends(data) if has_ends(data) else []
+        outputs = [read_ras(file.name, part) for part in _RAS_BEGINS.split(data) if is_ras_text(part)]
+        lines = [(file.name, watchdog_part(data))] if has_watchdog_lines(data) else []
+        evidence.watchdogs += lines
+        evidence.places += places
+        evidence.num_stacks += bool(places)
+        evidence.ends += ends
+        evidence.ras += outputs
+        if not (lines or places or outputs or ends):
+            evidence.unknown.append(file.name)
 
 
 def _take_log(evidence: Evidence, log: RankLog, name: str) -> None:
@@ -256,19 +269,3 @@ def _take_log(evidence: Evidence, log: RankLog, name: str) -> None:
             f"{shortened(older_name)}: expected one log of each rank, got a newer one of rank {log.rank}, "
             f"{shortened(newer_name)}: the older one is left out"
         )
-
-
-def _take_text(evidence: Evidence, file: EvidenceFile) -> bool:
-    """Take what a text has in it, which may be of several kinds; whether there is any."""
-    data = file.content()
-    places = read_stacks(file.name, data) if has_stacks(data) else []
-    ends = read_ends(data) if has_ends(data) else []
-    outputs = [read_ras(file.name, part) for part in _RAS_BEGINS.split(data) if is_ras_text(part)]
-    has_lines = has_watchdog_lines(data)
-    if has_lines:
-        evidence.watchdogs.append((file.name, watchdog_part(data)))
-    evidence.places += places
-    evidence.num_stacks += bool(places)
-    evidence.ends += ends
-    evidence.ras += outputs
-    return has_lines or bool(places or outputs or ends)

@@ -257,7 +257,22 @@ def diagnose(logs: Sequence[RankLog]) -> Diagnosis:
     ranks = sorted(set(graph.views).union(*(log.ranks for log in logs)))
     is_timeout = any(log.reason == "timeout" for log in logs)
     is_over = is_timeout or any(log.reason in ("program", "abort") for log in logs)  # nobody is still on the way
-    gone = _gone(graph, 0 if is_over else _MOMENT_NS)
+    waiting: dict[Node, list[Blocked]] = {}  # for ranks that have ended
+    for blocked in graph.stuck_threads:
+        if not is_over and graph.views[blocked.rank].log.now_ns - blocked.wait.since_ns < _MOMENT_NS:
+            continue
+        for node, other in graph.reasons(blocked):
+            if other is None:
+                waiting.setdefault(node, []).append(blocked)
+    gone = [
+        Missing(
+            call=_needed(graph, node),
+            why="gone",
+            how=graph.gone.get(rank, ""),
+            waiting=_waiters(graph, waiting[node]),
+        )
+        for rank, node in _most_waited_for(waiting)
+    ]
     return Diagnosis(
         findings=(*_mismatches(graph), *_message_mismatches(graph), *_cycles(graph), *gone),
         waits=tuple(_late(graph)),
@@ -437,20 +452,6 @@ def _circle(start: _Thread, ahead: _Ahead, most: int) -> list[tuple[Blocked, Nod
 
 
 # Ranks that are missing
-
-
-def _gone(graph: Graph, least_ns: int) -> Iterator[Missing]:
-    """Ranks that have ended, and for which others are stuck and have waited for so long."""
-    waiting: dict[Node, list[Blocked]] = {}
-    for blocked in graph.stuck_threads:
-        if least_ns and graph.views[blocked.rank].log.now_ns - blocked.wait.since_ns < least_ns:
-            continue
-        for node, other in graph.reasons(blocked):
-            if other is None:
-                waiting.setdefault(node, []).append(blocked)
-    for rank, node in _most_waited_for(waiting):
-        waiters = _waiters(graph, waiting[node])
-        yield Missing(call=_needed(graph, node), why="gone", how=graph.gone.get(rank, ""), waiting=waiters)
 
 
 def _most_waited_for(waiting: dict[Node, list[Blocked]]) -> list[tuple[int, Node]]:

@@ -67,7 +67,20 @@ def difference(calls: Mapping[int, CallLog], members: Sequence[int]) -> Unlike |
             return unlike
     if kind not in _EXCHANGES:
         return None
-    return _parts(calls, members) or (_totals(calls) if len(calls) == len(members) else None)
+    unlike = _parts(calls, members)
+    if unlike is not None or len(calls) != len(members):
+        return unlike
+    # Splits are not known: what all members of an all_to_all send against what they expect, in sum.
+    unknown = any(call.kind != "all_to_all" or min(call.sent, call.received) < 0 for call in calls.values())
+    sent, expected = sum(call.sent for call in calls.values()), sum(call.received for call in calls.values())
+    if unknown or sent == expected:
+        return None
+    uneven = tuple(sorted(rank for rank, call in calls.items() if call.sent != call.received))
+    return Unlike(
+        what="splits",
+        odd=uneven if 2 * len(uneven) < len(calls) else tuple(sorted(calls)),
+        words=f"splits differ: all members together send {sent} bytes and expect {expected}",
+    )
 
 
 def _odd(what: str, values: Mapping[int, object], unit: str = "") -> Unlike | None:
@@ -106,22 +119,6 @@ def _parts(calls: Mapping[int, CallLog], members: Sequence[int]) -> Unlike | Non
     more = f" (and {len(wrong) - 1} more pairs)" if len(wrong) > 1 else ""
     words = f"splits differ: rank {sender} sends {going} bytes to rank {receiver}, which expects {coming}{more}"
     return Unlike(what="splits", odd=tuple(sorted(rank for rank in counts if counts[rank] == worst)), words=words)
-
-
-def _totals(calls: Mapping[int, CallLog]) -> Unlike | None:
-    """Compare what all members of an all_to_all send with what they expect, in sum, where splits
-    are not known."""
-    unknown = any(call.kind != "all_to_all" or min(call.sent, call.received) < 0 for call in calls.values())
-    sent, expected = sum(call.sent for call in calls.values()), sum(call.received for call in calls.values())
-    if unknown or sent == expected:
-        return None
-    uneven = tuple(sorted(rank for rank, call in calls.items() if call.sent != call.received))
-    odd = uneven if 2 * len(uneven) < len(calls) else tuple(sorted(calls))
-    return Unlike(
-        what="splits",
-        odd=odd,
-        words=f"splits differ: all members together send {sent} bytes and expect {expected}",
-    )
 
 
 def message_difference(send: CallLog, recv: CallLog) -> str:

@@ -52,36 +52,27 @@ def read_ends(data: bytes) -> list[ProgramEnd]:
     """Read which ranks' programs ended by themselves, the first end of each."""
     lines = [line[:_MOST_LINE] for line in data.decode("utf-8", "replace").splitlines()]
     ends: dict[int, ProgramEnd] = {}
-    for end in _exceptions(lines):
-        ends.setdefault(end.rank, end)
-    for at in (at for at, line in enumerate(lines) if _FIRST_FAILURE in line):  # as torchrun tells of it
-        after = "\n".join(lines[at + 1 : at + 8])
-        rank, code = _FAILED_RANK.search(after), _EXIT.search(after)
-        name = _SIGNALS.get(-int(code[1])) if code else None
-        if rank and name:  # a signal has ended the process
-            ends.setdefault(int(rank[1]), ProgramEnd(int(rank[1]), f"by {name}"))
-    return list(ends.values())
-
-
-def _exceptions(lines: Iterable[str]) -> Iterable[ProgramEnd]:
-    """The exceptions that ended programs, with the innermost place that is no library's."""
-    places: dict[int, str] = {}
-    for line in lines:
-        match = _OF_RANK.search(line)
-        if match is None:
-            continue
-        rank, text = int(match[1]), match[2]
+    places: dict[int, str] = {}  # the innermost one of each exception's that is no library's
+    for match in filter(None, map(_OF_RANK.search, lines)):
+        number, text = int(match[1]), match[2]
         frame = _FRAME.match(text)
         if text.startswith(_TRACEBACK):
-            places[rank] = ""
-        elif rank in places and frame and not _LIBRARY.search(frame[1]):
-            places[rank] = f" at {frame[1]}:{frame[2]} in {frame[3]}"
-        elif rank in places and _EXCEPTION.match(text):
-            place = places.pop(rank)
+            places[number] = ""
+        elif number in places and frame and not _LIBRARY.search(frame[1]):
+            places[number] = f" at {frame[1]}:{frame[2]} in {frame[3]}"
+        elif number in places and _EXCEPTION.match(text):
+            place = printable(places.pop(number), keep="")
             name = text.partition(":")[0].rpartition(".")[2]
             if name not in _CONSEQUENCES and not _CONSEQUENCE_WORDS.search(text):
                 words = shortened(printable(text, keep=""), _MOST_WORDS)
-                yield ProgramEnd(rank, f"by {words}{printable(place, keep='')}")
+                ends.setdefault(number, ProgramEnd(number, f"by {words}{place}"))
+    for at in (at for at, line in enumerate(lines) if _FIRST_FAILURE in line):  # as torchrun tells of it
+        after = "\n".join(lines[at + 1 : at + 8])
+        rank, code = _FAILED_RANK.search(after), _EXIT.search(after)
+        ended_by = _SIGNALS.get(-int(code[1])) if code else None
+        if rank and ended_by:  # a signal has ended the process
+            ends.setdefault(int(rank[1]), ProgramEnd(int(rank[1]), f"by {ended_by}"))
+    return list(ends.values())
 
 
 def with_ends(diagnosis: Diagnosis, ends: Iterable[ProgramEnd]) -> Diagnosis:
