@@ -179,7 +179,12 @@ def _of_words(data: bytes, where: str, collective: str, nodes: tuple[int, ...]) 
         content = json.loads(text)
     except (ValueError, RecursionError):
         content = _objects(text, where) if text.lstrip().startswith("{") else None
-    if collective and _says_itself(content):
+    # Nobody can mean the names of NCCL Inspector otherwise, nor a profile's curves as nccl_tests_json writes them.
+    says_itself = content is not None
+    if collective and isinstance(content, dict) and "results" in content:
+        results = [result for result in content["results"] or () if isinstance(result, dict)]
+        says_itself = any(_key(str(result.get("experiment_name"))) for result in results)
+    if collective and says_itself:
         raise ProfileError(
             f"collective: {where} says itself of which one its times are, got {collective} in its place: leave it out"
         )
@@ -189,21 +194,10 @@ def _of_words(data: bytes, where: str, collective: str, nodes: tuple[int, ...]) 
         runs, left_out = _of_json(content, where, collective, nodes)
     else:
         runs, left_out = _of_inspector(content if isinstance(content, list) else [content], where)
-        if nodes:
-            runs = [replace(run, nodes=nodes) for run in runs]
+        runs = [replace(run, nodes=nodes or run.nodes) for run in runs]
     if not any(run.times_us for run in runs):
         raise ProfileError(f"{where}: expected times of nccl-tests (text or -J) or of NCCL Inspector, got none")
     return runs, left_out
-
-
-def _says_itself(content: Any) -> bool:
-    """Whether a file's times are of collectives that it names in a way that nobody can mean otherwise: NCCL Inspector's, and a
-    profile's curves as :func:`nccl_tests_json` writes them."""
-    if not isinstance(content, dict) or "results" not in content:
-        return content is not None
-    results = content["results"]
-    names = [result.get("experiment_name") for result in results if isinstance(result, dict)] if results else []
-    return any(_key(str(name)) for name in names)
 
 
 def _objects(text: str, where: str) -> list[Any]:
@@ -394,7 +388,13 @@ def nccl_profile(runs: Iterable[NcclRun], *, name: str, base: Profile | None = N
     fields: dict[str, Any] = {"name": name, "kind": kind, "source": said, "curves": (known | curves).values()}
     if base:
         return base.replace(**fields, environment={**base.environment, "backend": "nccl"})
-    peaks, environment = _peaks(curves.values()), {"backend": "nccl"}
+    best: dict[str, float] = {}
+    for curve in curves.values():
+        factor = bus_factor(curve.collective, curve.group_size)
+        rate = max(size * factor / time_us / 1e3 for size, time_us in zip(curve.bytes, curve.time_us, strict=True))
+        best[str(curve.link)] = max(rate, best.get(str(curve.link), 0.0))
+    fastest, environment = max(best.values()), {"backend": "nccl"}
+    peaks = Peaks(*(best.get(link, fastest) for link in _LINKS))
     return Profile.create(**fields, topology=shape, peaks=peaks, gather="remote", environment=environment)
 
 
@@ -409,16 +409,6 @@ def _curve(key: tuple[str, str, int], sizes: Mapping[int, float], runs: Sequence
             collective, Resource(link), ranks, tuple(in_order), tuple(times), holdout_error=error, source=source
         )
     return Curve.from_samples(collective, Resource(link), ranks, in_order, times, source=source)
-
-
-def _peaks(curves: Iterable[Curve]) -> Peaks:
-    best: dict[str, float] = {}
-    for curve in curves:
-        factor = bus_factor(curve.collective, curve.group_size)
-        rate = max(size * factor / time_us / 1e3 for size, time_us in zip(curve.bytes, curve.time_us, strict=True))
-        best[str(curve.link)] = max(rate, best.get(str(curve.link), 0.0))
-    fastest = max(best.values())
-    return Peaks(best.get("inter", fastest), best.get("intra", fastest), best.get("device", fastest))
 
 
 def _group_number(curve: Curve, sizes: Sequence[int], at: tuple[int, int, int]) -> int:

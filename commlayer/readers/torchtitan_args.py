@@ -93,14 +93,22 @@ def with_configuration(text: str, flags: Flags, variables: Mapping[str, str]) ->
 
     Raises UsageError for a configuration that cannot be read.
     """
-    if "run_train.sh" in text:
-        handed_on = variables_of(text, variables, is_handed_on=True)
-        for variable, name in _SCRIPT.items():
-            if name not in flags and variable in handed_on:
-                flags.add(name, [handed_on[variable]], f"{variable} of the launch line")
+    handed_on = variables_of(text, variables, is_handed_on=True) if "run_train.sh" in text else {}
+    for variable, name in _SCRIPT.items():
+        if name not in flags and variable in handed_on:
+            flags.add(name, [handed_on[variable]], f"{variable} of the launch line")
     found = Flags()
     if "job.config-file" in flags:
-        _add_file(found, flags.value("job.config-file"), flags.origin("job.config-file"))
+        path = flags.value("job.config-file")
+        try:
+            content = msgspec.toml.decode(read_file(path, _MOST_BYTES), type=dict[str, Any])
+            for name, value in _leaves(content):
+                found.add(name, _as_words(value), f"{shortened(name)} of {shortened(path)}")
+        except (OSError, ImportError, ValueError, RecursionError) as error:
+            raise UsageError(
+                f"{flags.origin('job.config-file')}: expected a file in TOML, got {shortened(path)}: "
+                f"{shortened(str(error))}: write the path as seen from here"
+            ) from error
     elif "module" in flags or "config" in flags:
         _add_registered(found, flags.value("module", ""), flags.value("config", ""))
     for name, values in flags.items():
@@ -112,19 +120,8 @@ def with_configuration(text: str, flags: Flags, variables: Mapping[str, str]) ->
     return found
 
 
-def _add_file(found: Flags, path: str, origin: str) -> None:
-    """Enter the keys of a file in TOML, as sections and their keys, joined by dots."""
-    try:
-        content = msgspec.toml.decode(read_file(path, _MOST_BYTES), type=dict[str, Any])
-        for name, value in _leaves(content):
-            found.add(name, _as_words(value), f"{shortened(name)} of {shortened(path)}")
-    except (OSError, ImportError, ValueError, RecursionError) as error:
-        raise UsageError(
-            f"{origin}: expected a file in TOML, got {shortened(path)}: {shortened(str(error))}: write the path as seen from here"
-        ) from error
-
-
 def _leaves(content: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
+    """The keys of a file in TOML, as sections and their keys, joined by dots."""
     for key, value in content.items():
         if isinstance(value, dict):
             yield from _leaves(value, f"{section}{key}.")
