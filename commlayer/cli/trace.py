@@ -141,9 +141,8 @@ def _print(
     as_json: bool,
 ) -> None:
     """Print the notes, and the tables or the JSON of every job with its workload."""
-    for job in jobs:
-        for line in job.notes:
-            echo_sentence(f"note: {job.replica + ': ' if job.replica else ''}{line}", err=True)
+    for replica, note in ((job.replica, note) for job in jobs for note in job.notes):
+        echo_sentence(f"note: {replica + ': ' if replica else ''}{note}", err=True)
     if as_json:
         contents = {job.replica: _as_dict(job) for job in jobs}
         if profile is not None:
@@ -157,8 +156,13 @@ def _print(
         if job.replica:
             echo_sentence(f"replica {job.replica}")
         _show(job, show_all)
-        if profile is not None:
-            _show_work(each, profile)
+        if profile is not None and not each:
+            echo_sentence(f"--plan {profile}: no size is recorded of a collective that is planned")
+        elif profile is not None:
+            _print_rows(_WORK, each, f"Workload: what groups called, their ranks in the order of {profile}")
+            for row in each:
+                echo(f"  {plan_command(row, profile)}")
+            echo()
 
 
 def _error_us(ranks: Sequence[Selected]) -> float:
@@ -205,16 +209,6 @@ def _lane(times: LaneTimes) -> dict[str, Any]:
         "unfinished_calls": times.num_unfinished,
         **record(times, "wire_ratio"),
     }
-
-
-def _show_work(work: Sequence[GroupWork], profile: str) -> None:
-    if not work:
-        echo_sentence(f"--plan {profile}: no size is recorded of a collective that is planned")
-        return
-    _print_rows(_WORK, work, f"Workload: what groups called, their ranks in the order of {profile}")
-    for row in work:
-        echo(f"  {plan_command(row, profile)}")
-    echo()
 
 
 def _show(job: TracedJob, show_all: bool) -> None:

@@ -10,7 +10,6 @@ import click
 
 from commlayer.cli.commands import Command
 from commlayer.cli.mapping_options import (
-    Request,
     ask_fabric,
     job_options,
     margin_option,
@@ -35,7 +34,6 @@ from commlayer.cli.option_types import (
 from commlayer.cli.varied_output import MEASURES, WORDS, answer
 from commlayer.profiles.errors import UsageError
 from commlayer.readers.cluster_files import resolve
-from commlayer.scheduler.mapping.space import Space
 from commlayer.scheduler.mapping.variations import ALTERNATIVES, KINDS, Alternative, Variation
 
 __all__ = ["values_of", "what_if_command"]
@@ -143,20 +141,15 @@ def what_if_command(
     variation = Variation(kind, values)  # type: ignore[arg-type]
     changes = {"precision": values} if kind == "precision" else {"recompute": None} if kind == "gpu" else {}
     request.check(replace(space, **changes))
-    plain = (Alternative(software=request.software),)
-    ways = [_as_asked(request, space, pair, way, margin) for way in (ALTERNATIVES[pair] if pair else plain)]
+    ways, choice = [], _CHOICES.get(pair or "")
+    for way in ALTERNATIVES[pair] if pair else (Alternative(),):
+        # Within what the command line leaves of the space, and with what it asks of software, but for what ways differ in.
+        narrowed = replace(space, **{choice: getattr(way.space, choice)}) if choice else space
+        software = request.changed(way.software) if pair == "software" else request.software
+        ways.append(Alternative(name=way.name, space=narrowed, software=software, margin=margin))
     answer(
         request, variation, ways, hold=given["hold"], report=report, picture=picture, as_json=as_json, measure=measure
     )
-
-
-def _as_asked(request: Request, space: Space, pair: str | None, way: Alternative, margin: float) -> Alternative:
-    """The way within what the command line leaves of the space, and with what it asks of software, but for what the way differs
-    in."""
-    software = request.changed(way.software) if pair == "software" else request.software
-    if name := _CHOICES.get(pair or ""):
-        space = replace(space, **{name: getattr(way.space, name)})
-    return Alternative(name=way.name, space=space, software=software, margin=margin)
 
 
 def values_of(

@@ -106,12 +106,26 @@ def rank_spans(estimate: StepEstimate) -> list[list[RankSpan]]:
     for rank in range(estimate.setup.pp):
         spans = [RankSpan("parameters", 0.0, before, "gathering of weights, exposed")] if before else []
         now = before
-        for task in tasks:
-            if task.rank == rank:
-                if task.start + before > now + _SHORT_US:
-                    spans.append(RankSpan("wait", now, task.start + before, "wait"))
-                spans += _of_task(task, before, estimate.ranks[rank])
-                now = task.end + before
+        for task in (task for task in tasks if task.rank == rank):
+            start, end, slot = task.start + before, task.end + before, task.slot
+            if start > now + _SHORT_US:
+                spans.append(RankSpan("wait", now, start, "wait"))
+            if slot.kind == "merged" and slot.partner is not None:
+                names = f"forward {slot.micro_batch} with backward {slot.partner[1]}"
+                spans.append(RankSpan("merged", start, end, names))
+            elif (
+                slot.kind == "backward"
+            ):  # ends with its share of weight gradients, though every layer ends with its own
+                times = estimate.ranks[rank]
+                middle = end - (end - start) * times.weights_us / times.backward_us
+                spans.append(RankSpan("backward", start, middle, f"backward {slot.micro_batch}"))
+                spans.append(RankSpan("weights", middle, end, f"weight gradients {slot.micro_batch}"))
+            elif slot.kind == "weights":
+                spans.append(RankSpan("weights", start, end, f"weight gradients {slot.micro_batch}"))
+            else:
+                kind: SpanKind = "forward" if slot.kind == "forward" else "backward"
+                spans.append(RankSpan(kind, start, end, f"{kind} {slot.micro_batch}"))
+            now = end
         if behind > now + _SHORT_US:
             spans.append(RankSpan("wait", now, behind, "wait"))
         ranks.append([*spans, *_edges(estimate, behind)])
@@ -207,22 +221,6 @@ def _mark(axes: Axes, steady: SteadyState, num_rows: int, step_us: float, unit_u
 def _pipeline_us(estimate: StepEstimate) -> float:
     """The time from the first task to the last, µs: the step without its edges."""
     return estimate.step_us - sum(estimate.parts.get(part, 0.0) for part in ("parameters", "gradients", "optimizer"))
-
-
-def _of_task(task: Task, before: float, times: StageTimes) -> Iterator[RankSpan]:
-    """The spans of one task. A backward one ends with its share of weight gradients, though every layer ends with its own."""
-    start, end, slot = task.start + before, task.end + before, task.slot
-    if slot.kind == "merged" and slot.partner is not None:
-        yield RankSpan("merged", start, end, f"forward {slot.micro_batch} with backward {slot.partner[1]}")
-    elif slot.kind == "backward":
-        products = (end - start) * times.weights_us / times.backward_us
-        yield RankSpan("backward", start, end - products, f"backward {slot.micro_batch}")
-        yield RankSpan("weights", end - products, end, f"weight gradients {slot.micro_batch}")
-    elif slot.kind == "weights":
-        yield RankSpan("weights", start, end, f"weight gradients {slot.micro_batch}")
-    else:
-        kind: SpanKind = "forward" if slot.kind == "forward" else "backward"
-        yield RankSpan(kind, start, end, f"{kind} {slot.micro_batch}")
 
 
 def _edges(estimate: StepEstimate, start: float) -> Iterator[RankSpan]:
