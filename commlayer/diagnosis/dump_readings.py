@@ -419,13 +419,21 @@ def _log(dump: Dump, groups: DumpGroups, reading: str) -> RankLog:
         counts = tuple(MessageCount(kind, peer, 0, count) for (kind, peer), count in messages.items())
         done = min(open_) - 1 if open_ else issued
         group_logs.append(msgspec.structs.replace(group, issued=issued, done=done, messages=counts))
+    # Of a group whose calls the ring has lost all, it had those that anybody had made before the oldest one in it.
+    oldest_ns = min((entry.time_created_ns for entry in dump.entries), default=0)
+    recorded = {entry.process_group[0] for entry in dump.entries}
+    for name in (name for name in dump.group_ranks if dump.lost and name not in recorded):
+        made_at = groups.made_at.get(name, {})
+        newest = max((number for number, at_ns in made_at.items() if at_ns <= oldest_ns), default=0)
+        lost = groups.group(dump, name)
+        group_logs.append(msgspec.structs.replace(lost, issued=newest, done=newest, is_assumed=True))
     now_ns = max([dump.written_ns, *(record.entry.time_created_ns for record in records)])
     return inferred_log(
         rank=dump.rank,
         ranks=groups.ranks,
         reason="timeout" if any(_is_overdue(each.entry, now_ns, _LONG_WAIT_S) for each in records) else "asked",
         now_ns=now_ns,
-        groups=(*group_logs, *_lost_groups(dump, groups)),
+        groups=group_logs,
         calls=calls,
         is_on_device=not is_on_host,
     )
@@ -475,19 +483,6 @@ def _call(record: _Record, place: int, thread: int, *, is_on_host: bool) -> Call
         issued_ns=entry.time_created_ns,
         made_by=_thread(entry),
     )
-
-
-def _lost_groups(dump: Dump, groups: DumpGroups) -> Iterator[GroupLog]:
-    """The groups of which the ring of ``dump`` has lost all calls that it had: those that anybody
-    had made before the oldest call in it."""
-    recorded = {entry.process_group[0] for entry in dump.entries}
-    oldest_ns = min((entry.time_created_ns for entry in dump.entries), default=0)
-    for name in dump.group_ranks if dump.lost else ():
-        if name in recorded:
-            continue
-        made_at = groups.made_at.get(name, {})
-        newest = max((number for number, at_ns in made_at.items() if at_ns <= oldest_ns), default=0)
-        yield msgspec.structs.replace(groups.group(dump, name), issued=newest, done=newest, is_assumed=True)
 
 
 def _is_overdue(entry: Entry, now_ns: int, most_s: float = math.inf) -> bool:

@@ -226,7 +226,8 @@ def gather_evidence(
 
 
 def _take(evidence: Evidence, file: EvidenceFile) -> None:
-    """Put a file where it belongs. Raises UsageError for one that is damaged."""
+    """Put a file where it belongs. Raises UsageError for one that is damaged, and for an older log of a rank, which is
+    left out."""
     name, head = Path(file.name), file.head.lstrip()
     if begins_as_dump(file.head, name.name):
         if file.path is not None:
@@ -234,7 +235,20 @@ def _take(evidence: Evidence, file: EvidenceFile) -> None:
         else:
             evidence.dumps.append(read_dump(name, file.content(), file.written_ns, keeps_all=evidence.keeps_all))
     elif name.name.startswith("calls-") and head[:1] == b"{":
-        _take_log(evidence, parse_log(file.content(), name), printable(file.name, keep=""))
+        log, newer_name = parse_log(file.content(), name), printable(file.name, keep="")
+        # Of several logs of a rank of one job the newest.
+        other = next((each for each in evidence.logs if (each.job, each.rank) == (log.job, log.rank)), None)
+        older_name = evidence.log_names.get(log.rank, "")
+        if other is not None and log.now_ns < other.now_ns:
+            newer_name, older_name = older_name, newer_name
+        elif other != log:
+            evidence.logs = [*(each for each in evidence.logs if each is not other), log]
+            evidence.log_names[log.rank] = newer_name
+        if other not in (None, log):
+            raise UsageError(
+                f"{shortened(older_name)}: expected one log of each rank, got a newer one of rank {log.rank}, "
+                f"{shortened(newer_name)}: the older one is left out"
+            )
     elif is_ras_json(head):
         evidence.ras.append(read_ras(file.name, file.content()))
     elif b"\0" in head:
@@ -252,20 +266,3 @@ def _take(evidence: Evidence, file: EvidenceFile) -> None:
         evidence.ras += outputs
         if not (lines or places or outputs or ends):
             evidence.unknown.append(file.name)
-
-
-def _take_log(evidence: Evidence, log: RankLog, name: str) -> None:
-    """Take the log of a rank, of several of one job the newest. Raises UsageError, which names one
-    that is left out."""
-    other = next((each for each in evidence.logs if (each.job, each.rank) == (log.job, log.rank)), None)
-    newer_name, older_name = name, evidence.log_names.get(log.rank, "")
-    if other is not None and log.now_ns < other.now_ns:
-        newer_name, older_name = older_name, newer_name
-    elif other != log:
-        evidence.logs = [*(each for each in evidence.logs if each is not other), log]
-        evidence.log_names[log.rank] = name
-    if other not in (None, log):
-        raise UsageError(
-            f"{shortened(older_name)}: expected one log of each rank, got a newer one of rank {log.rank}, "
-            f"{shortened(newer_name)}: the older one is left out"
-        )
