@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 
 from commlayer.profiles.errors import CommlayerError
 from commlayer.profiles.files import read_file
@@ -33,7 +31,29 @@ def cache_lines(settings: Settings) -> list[Line]:
     except (OSError, RuntimeError, ValueError) as error:  # no home folder; a name that no folder can have
         advice = "name another folder in COMMLAYER_CACHE: until then every job measures its cluster again"
         return [("warn", "folder", f"cannot be read: {shortened(str(error))}", advice)]
-    lines = [line for file in files for line in _lines_of(file, settings)]
+    lines: list[Line] = []  # none of a file that is sound, and of no use to a job here
+    for file in files:
+        try:
+            age_s = time.time() - file.stat().st_mtime
+            profile = parse_profile(read_file(file), shortened(str(file)))
+        except (CommlayerError, OSError) as error:
+            advice = "a job that finds it measures its cluster again; remove the file"
+            lines.append(("warn", "damaged file", f"{shortened(str(file))}: {shortened(str(error), 300)}", advice))
+            continue
+        ages = (f"{age_s / length:.0f} {unit} old" for length, unit in _UNITS if age_s >= 2 * length)
+        age = next(ages, "just measured")
+        if MEASURED_ON in profile.environment:
+            what = f"{file}: {profile.topology} on {profile.measured_on}, {age}"
+            advice = "a group of this shape takes it, on that device and machines like those of then"
+            lines.append(("ok", "device profile", what, advice))
+        elif file.stem == _key(profile, settings):
+            slow = "; ".join(map(str, profile.slow_links))
+            what = f"{file}: {profile.topology}, {age}, {slow or 'no slow links'}"
+            advice = (
+                "of this software, and of nodes like this machine: a job on a cluster of this shape takes it. It is checked "
+                "when a job starts, and measured again if off"
+            )
+            lines.append(("warn" if slow else "ok", "cached profile", what, advice))
     others, where = len(files) - len(lines), shortened(str(folder))
     if all(name != "cached profile" for _, name, _, _ in lines):
         advice = "the first job on a cluster of machines like this one measures its links, which takes some seconds"
@@ -47,35 +67,6 @@ def cache_lines(settings: Settings) -> list[Line]:
         name = shortened(str(settings.profile))
         lines.append(("ok", "COMMLAYER_PROFILE", name, "with it set, nothing here is looked for"))
     return lines
-
-
-def _lines_of(file: Path, settings: Settings) -> Iterator[Line]:
-    """The lines of one file: none where it is sound, and of no use to a job here."""
-    try:
-        age_s = time.time() - file.stat().st_mtime
-        profile = parse_profile(read_file(file), shortened(str(file)))
-    except (CommlayerError, OSError) as error:
-        advice = "a job that finds it measures its cluster again; remove the file"
-        yield "warn", "damaged file", f"{shortened(str(file))}: {shortened(str(error), 300)}", advice
-        return
-    ages = (f"{age_s / length:.0f} {unit} old" for length, unit in _UNITS if age_s >= 2 * length)
-    age = next(ages, "just measured")
-    if MEASURED_ON in profile.environment:
-        what = f"{file}: {profile.topology} on {profile.measured_on}, {age}"
-        yield (
-            "ok",
-            "device profile",
-            what,
-            "a group of this shape takes it, on that device and machines like those of then",
-        )
-    elif file.stem == _key(profile, settings):
-        slow = "; ".join(map(str, profile.slow_links))
-        what = f"{file}: {profile.topology}, {age}, {slow or 'no slow links'}"
-        advice = (
-            "of this software, and of nodes like this machine: a job on a cluster of this shape takes it. It is checked when a "
-            "job starts, and measured again if off"
-        )
-        yield "warn" if slow else "ok", "cached profile", what, advice
 
 
 def _key(profile: Profile, settings: Settings) -> str:

@@ -204,15 +204,14 @@ def _profile_names() -> Iterable[str]:
 
 
 class _Output(click.Path):
-    """A file to write, or with ``is_folder`` a folder for files, which is made where there is none.
+    """A file to write, or a folder for files, which is made where there is none.
 
-    Checked when the command starts, and by ``check``: a measurement must not be lost to a misspelt
-    folder.
+    Checked when the command starts, as far as its kind tells: a measurement must not be lost to a misspelt folder.
     """
 
-    def __init__(self, check: Callable[[Path], None] = lambda _: None, *, is_folder: bool = False) -> None:
-        super().__init__(path_type=Path, dir_okay=is_folder, writable=not is_folder)
-        self._check, self._is_folder = check, is_folder
+    def __init__(self, kind: Literal["file", "folder", "page", "picture", "report"]) -> None:
+        self._kind, self._is_folder = kind, kind == "folder"
+        super().__init__(path_type=Path, dir_okay=self._is_folder, writable=not self._is_folder)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         if not str(value):
@@ -220,7 +219,12 @@ class _Output(click.Path):
         path = Path(str(super().convert(value, param, ctx)))
         try:
             path.exists()  # raises for a name that cannot be one
-            self._check(path)
+            if self._kind == "page" and path.suffix.lower() not in (".html", ".htm"):
+                raise UsageError(f"expected the name of a page, which ends with .html, got {shortened(path.name)!r}")
+            if self._kind in ("picture", "report"):
+                from commlayer.drawing.style import check_drawing, check_picture
+
+                check_picture(path) if self._kind == "picture" else check_drawing()
         except OSError as error:
             self.fail(f"{shortened(str(path))}: {error.strerror}", param, ctx)
         except UsageError as error:
@@ -237,23 +241,6 @@ class _Output(click.Path):
         return path
 
 
-def _check_picture(path: Path) -> None:
-    from commlayer.drawing.style import check_picture
-
-    check_picture(path)
-
-
-def _check_report(path: Path) -> None:
-    from commlayer.drawing.style import check_drawing
-
-    check_drawing()
-
-
-def _check_page(path: Path) -> None:
-    if path.suffix.lower() not in (".html", ".htm"):
-        raise UsageError(f"expected the name of a page, which ends with .html, got {shortened(path.name)!r}")
-
-
 BYTES = Parsed("size", parse_bytes)
 COUNT = WholeNumber(min=1)
 DELAY_US = Parsed("duration", partial(_duration, most="10s"))
@@ -261,15 +248,15 @@ DURATION_US = Parsed("duration", _duration)
 NODE_RATE = Parsed("node and rate", _node_rate)
 PAIR_RATE = Parsed("nodes and rate", _pair_rate)
 NUM_GPUS = WholeNumber(1, 1 << 20)
-OUTPUT_FILE = _Output()
-OUTPUT_FOLDER = _Output(is_folder=True)
-PAGE = _Output(_check_page)
-PICTURE = _Output(_check_picture)
+OUTPUT_FILE = _Output("file")
+OUTPUT_FOLDER = _Output("folder")
+PAGE = _Output("page")
+PICTURE = _Output("picture")
 PLACE = WholeNumber(min=0)
 POSITIVE = RealNumber(min=0, min_open=True)
 PROFILE = NameOr("profile", "PATH", _profile_names)
 RATE_GBPS = RealNumber(min=1e-6, max=1e6)
-REPORT = _Output(_check_report)
+REPORT = _Output("report")
 SHAPE = Parsed("shape", _shape)
 STEP_FACTOR = RealNumber(min=1, min_open=True)
 TIMEOUT_US = Parsed("duration", partial(_duration, may_be_none=False))
