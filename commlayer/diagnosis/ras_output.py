@@ -282,9 +282,16 @@ def diagnose_ras(outputs: Sequence[RasOutput]) -> dict[str, tuple[list[RankLog],
     *earlier, last = sorted(distinct, key=lambda output: output.moment)
     before = next((each for each in reversed(earlier) if last.is_long_after(each)), None)
     progress = _progress(last, before)
-    ranks_of = _job_ranks(last.communicators)
-    if ranks_of is not None or not last.communicators:
-        return {"": _judged(last.communicators, ranks_of or {}, last, progress)}
+    widest = max(last.communicators, key=lambda each: each.size, default=None)
+    rank_of = {process: rank for rank, process in widest.processes.items()} if widest else {}
+    if all(each.processes and rank_of.keys() >= set(each.processes.values()) for each in last.communicators):
+        ranks_of = {
+            each.key: {rank: rank_of[process] for rank, process in each.processes.items()}
+            for each in last.communicators
+        }
+        if widest is not None:
+            ranks_of[widest.key] |= {rank: rank for rank in widest.dead | widest.silent}
+        return {"": _judged(last.communicators, ranks_of, last, progress)}
     results = {}
     for each in last.communicators:
         own = {each.key: {rank: rank for rank in range(each.size)}}
@@ -312,23 +319,6 @@ def _progress(last: RasOutput, before: RasOutput | None) -> _Progress:
 
 def _differ(communicator: RasCommunicator) -> bool:
     return len({tuple(sorted(counts.items())) for counts in communicator.told.values()}) > 1
-
-
-def _job_ranks(communicators: Sequence[RasCommunicator]) -> dict[str, dict[int, int]] | None:
-    """The job's ranks of each communicator's: those in the one that has all processes; None: there
-    is none such."""
-    whole = max(communicators, key=lambda each: each.size, default=None)
-    if whole is None or not all(each.processes for each in communicators):
-        return None
-    rank_of = {process: rank for rank, process in whole.processes.items()}
-    ranks_of = {}
-    for each in communicators:
-        if any(process not in rank_of for process in each.processes.values()):
-            return None
-        ranks_of[each.key] = {rank: rank_of[process] for rank, process in each.processes.items()}
-        if each is whole:
-            ranks_of[each.key] |= {rank: rank for rank in each.dead | each.silent}
-    return ranks_of
 
 
 def _judged(

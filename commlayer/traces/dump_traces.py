@@ -96,7 +96,22 @@ def traces_of_dumps(dumps: Sequence[Dump]) -> DumpTraces:
     calls: _Calls = {}
     for each in sorted((each for calls_ in by_rank.values() for each in calls_), key=lambda each: each.key):
         calls.setdefault(each.key, {})[each.record.rank] = each
-    bounds = _clock_bounds(dumps, calls)
+    # Bounds of what is to be added to the clock of every rank but the first for that of the first: the
+    # middle and half the distance, ns; None: they share no call whose end was seen.
+    samples: dict[int, list[Stamps]] = {dump.rank: [] for dump in dumps[1:]}
+    for shared in calls.values():
+        stamps = {
+            rank: (each.entry.time_created_ns, each.entry.time_discovered_completed_ns)
+            for rank, each in shared.items()
+            if each.entry.time_created_ns
+            and each.entry.time_discovered_completed_ns
+            and each.record.collective in _ENDS_TOGETHER
+        }
+        of_first = stamps.pop(dumps[0].rank, None)
+        if of_first is not None:
+            for rank, of_rank in stamps.items():
+                samples[rank].append((*of_first, *of_rank))
+    bounds = {rank: clock_offset_ns(of_rank) if of_rank else None for rank, of_rank in samples.items()}
     offsets = {rank: _offset_ns(bound) for rank, bound in bounds.items()}
     world_size = max(groups.ranks) + 1
     is_size_known = any(len(ranks) == world_size for each in groups.listed.values() for ranks in each)
@@ -193,25 +208,6 @@ def _rank_calls(dump: Dump, groups: Mapping[str, GroupLog], words: Mapping[str, 
 
 
 # Clocks
-
-
-def _clock_bounds(dumps: Sequence[Dump], calls: _Calls) -> dict[int, tuple[int, int] | None]:
-    """Bound what is to be added to the clock of every rank but the first for that of the first: the
-    middle and half the distance of the bounds, ns; None: they share no call whose end was seen."""
-    samples: dict[int, list[Stamps]] = {dump.rank: [] for dump in dumps[1:]}
-    for shared in calls.values():
-        stamps = {
-            rank: (each.entry.time_created_ns, each.entry.time_discovered_completed_ns)
-            for rank, each in shared.items()
-            if each.entry.time_created_ns
-            and each.entry.time_discovered_completed_ns
-            and each.record.collective in _ENDS_TOGETHER
-        }
-        of_first = stamps.pop(dumps[0].rank, None)
-        if of_first is not None:
-            for rank, of_rank in stamps.items():
-                samples[rank].append((*of_first, *of_rank))
-    return {rank: clock_offset_ns(of_rank) if of_rank else None for rank, of_rank in samples.items()}
 
 
 def _offset_ns(bounds: tuple[int, int] | None) -> int:
