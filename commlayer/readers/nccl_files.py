@@ -411,19 +411,6 @@ def _curve(key: tuple[str, str, int], sizes: Mapping[int, float], runs: Sequence
     return Curve.from_samples(collective, Resource(link), ranks, in_order, times, source=source)
 
 
-def _group_number(curve: Curve, sizes: Sequence[int], at: tuple[int, int, int]) -> int:
-    """The number of the group in which a rank took part in a curve's calls, where all ranks of the cluster are in some:
-    neighbours inside a node, as many ranks of each node between them, one rank in itself.
-
-    ``sizes``: ranks of each node; ``at``: the rank's node, its place there, and itself."""
-    node, local_rank, rank = at
-    if curve.link is Resource.DEVICE:
-        return rank
-    if curve.link is Resource.INTRA:
-        return node * -(-max(sizes) // curve.group_size) + local_rank // curve.group_size
-    return 0 if curve.group_size == sum(sizes) else local_rank // max(1, curve.group_size // len(sizes))
-
-
 def nccl_tests_json(profile: Profile) -> dict[str, str]:
     """Write a profile's curves as nccl-tests writes its results with ``-J``: a file's name, and its text, for each curve.
 
@@ -431,23 +418,22 @@ def nccl_tests_json(profile: Profile) -> dict[str, str]:
     profile of what was read has the same times.
     """
     nodes = Topology.parse(profile.topology).nodes
+    places = [(node, local, rank) for node, ranks in enumerate(nodes) for local, rank in enumerate(ranks)]
     texts = {}
     for curve in profile.curves:
         factor = bus_factor(curve.collective, curve.group_size)
         name = f"{curve.collective}_{curve.link}_{curve.group_size}"
-        devices = [
-            {
-                "rank": rank,
-                "group": _group_number(curve, [len(each) for each in nodes], (node, local_rank, rank)),
-                "pid": 0,
-                "hostname": f"node{node}",
-                "device": local_rank,
-                "device_hex": "",
-                "device_info": "",
-            }
-            for node, ranks in enumerate(nodes)
-            for local_rank, rank in enumerate(ranks)
-        ]
+        devices: list[dict[str, Any]] = []
+        for node, local_rank, rank in places:
+            # All ranks of the cluster are in some group: neighbours inside a node, as many ranks of each node between
+            # them, one rank in itself.
+            group = 0 if curve.group_size == len(places) else local_rank // max(1, curve.group_size // len(nodes))
+            if curve.link is Resource.DEVICE:
+                group = rank
+            elif curve.link is Resource.INTRA:
+                group = node * -(-max(map(len, nodes)) // curve.group_size) + local_rank // curve.group_size
+            about = {"pid": 0, "hostname": f"node{node}", "device": local_rank, "device_hex": "", "device_info": ""}
+            devices.append({"rank": rank, "group": group, **about})
         results = [
             {
                 "size": size,
