@@ -173,7 +173,17 @@ def curves_figure(
             values, results, color=colour, marker=marker, linewidth=width, markersize=3.3 * width, label=line.name
         )
     axes.set_ylim(0, 1.12 * max(result for line in drawn for _, result in line.points if result is not None))
-    _value_axis(axes, sorted({value for line in drawn for value, _ in line.points}), words)
+    ticks = sorted({value for line in drawn for value, _ in line.points})
+    if words:
+        axes.set_xticks(range(len(words)), words)
+        axes.set_xlim(-0.3, len(words) - 0.7)
+    else:
+        if ticks[0] > 0 and ticks[-1] >= 8 * ticks[0]:  # they grow by factors
+            axes.set_xscale("log", base=2)
+            axes.set_xticks([], minor=True)
+        binary = ticks[-1] >= 2**14 and all(value % 1024 == 0 for value in ticks)
+        ticks = ticks[:: math.ceil(len(ticks) / 9)]
+        axes.set_xticks(ticks, [_short(value, binary=binary) for value in ticks])
     _crossings(axes, crossings)
     if percent:
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
@@ -267,20 +277,6 @@ def _legend(shown: Sequence[str], colours: Mapping[str, str], limits: Sequence[f
         dashed = Line2D([], [], color=INK, linewidth=1.2, linestyle=(0, (4.0, 2.0)), label="what a GPU has for it")
         handles.append(dashed)
     return handles
-
-
-def _value_axis(axes: Axes, values: Sequence[float], words: Sequence[str]) -> None:
-    """Ticks at the values; a logarithmic axis where they grow by factors."""
-    if words:
-        axes.set_xticks(range(len(words)), words)
-        axes.set_xlim(-0.3, len(words) - 0.7)
-        return
-    if values[0] > 0 and values[-1] >= 8 * values[0]:
-        axes.set_xscale("log", base=2)
-        axes.set_xticks([], minor=True)
-    step = math.ceil(len(values) / 9)
-    binary = values[-1] >= 2**14 and all(value % 1024 == 0 for value in values)
-    axes.set_xticks(values[::step], [_short(value, binary=binary) for value in values[::step]])
 
 
 def _short(value: float, *, binary: bool) -> str:
