@@ -45,7 +45,7 @@ def _num_domains(estimate: StepEstimate, request: Request) -> int:
 
 def software_words(request: Request) -> str:
     """Say by which software an estimate is where nobody named one."""
-    return f"--software was not given: this is {request.software.name}'s way of running the step"
+    return f"--software was not given: this is the step as {request.software.name.split(',')[0]} runs it"
 
 
 def _dispatcher_note(estimate: StepEstimate, request: Request) -> Iterator[str]:

@@ -71,6 +71,12 @@ class _PeaksFile(msgspec.Struct, forbid_unknown_fields=True):
     intra_gbps: float
     device_gbps: float = 0.0
 
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            rate = getattr(self, name)
+            if not 1e-6 <= rate <= 1e6 and (rate or name != "device_gbps"):  # as --inter-gbps
+                raise ValueError(f"{name}: expected a number of GB/s from 1e-06 to 1e+06, got {rate:g}")
+
 
 class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The file: either ``domain`` and ``peaks``, or ``profiles``; beside profiles of one node,
@@ -118,7 +124,7 @@ def _built(file: _File, folder: Path) -> Cluster:
     if file.inter_gbps:
         raise UsageError("inter_gbps: expected it beside profiles of one node, else in peaks")
     if not file.domain or file.peaks is None:
-        raise UsageError("expected domain and peaks, or profiles")
+        raise UsageError("expected domain, of at least 1, and peaks; or profiles")
     peaks = file.peaks
     cluster = from_peaks(
         file.name, gpu, file.domain, peaks.inter_gbps, peaks.intra_gbps, peaks.device_gbps, source=file.source

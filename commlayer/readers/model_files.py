@@ -546,6 +546,8 @@ def _sparse_steps(config: _Config) -> None:
     not name i."""
     layers, step = config.shape["layers"], config.whole("decoder_sparse_step", 1)
     only = config.numbers("mlp_only_layers", "layers")
+    if any(not 0 <= layer < layers for layer in only):
+        raise config.error("mlp_only_layers", f"numbers of layers from 0 to {layers - 1}, got {only!r}")
     _routed(config)
     _put(config, [layer for layer in range(layers) if layer in only or not step or (layer + 1) % step])
 

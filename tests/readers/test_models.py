@@ -513,6 +513,7 @@ def test_a_model_without_experts_has_dense_layers_alone() -> None:
         (_MIXTRAL | {"num_attention_heads": 30}, "num_attention_heads=30 does not divide hidden_size=4096"),
         (_MIXTRAL | {"num_local_experts": 0}, "experts: expected a whole number of at least 1, got 0"),
         (_QWEN3 | {"mlp_only_layers": "all"}, "mlp_only_layers: expected a list of layers"),
+        (_QWEN3 | {"mlp_only_layers": [0, 999]}, r"mlp_only_layers: expected numbers of layers from 0 to \d+, got"),
         ({k: v for k, v in _DEEPSEEK_V3.items() if k != "v_head_dim"}, "v_head_dim: expected this field"),
         (
             _DEEPSEEK_V3 | {"index_n_heads": 64},
