@@ -195,9 +195,9 @@ def finer_plans(
     if plan.wire.is_native and plan.strategy in (Strategy.HIERARCHICAL, Strategy.PIPELINED):
         cuts = [(Strategy.PIPELINED, plan.chunks, pieces) for pieces in _PIECES]
     else:
-        strategy = Strategy.DIRECT if plan.strategy is Strategy.FLAT else plan.strategy
+        cut_as = Strategy.DIRECT if plan.strategy is Strategy.FLAT else plan.strategy
         cuts = [
-            (strategy, chunks, 1)
+            (cut_as, chunks, 1)
             for chunks in _FINE_COUNTS
             if chunks > plan.chunks and traffic.logical_bytes / (chunks * traffic.group_size) >= min_slice_bytes
         ]

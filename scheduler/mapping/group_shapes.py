@@ -37,7 +37,16 @@ def worst_shape(layout: GroupLayout, domain: int, ranks: int = 0) -> Shape:
     needed = 1 + sum((size - 1) * stride for size, stride in parts)
     if ranks and ranks < needed:
         raise UsageError(f"ranks: expected 0 (any number) or at least the {needed} that {layout} reaches, got {ranks}")
-    return slowest(_shape(parts, first, domain) for first in _firsts(parts, domain, ranks))
+    # The first ranks of groups, modulo the domain: one for each shape, and perhaps several of the same. A rank is a number of
+    # mixed radix, whose digits are the parts and what lies between them; at first ranks those of the parts are 0. All ranks of a
+    # group are multiples of ``step`` from its first, as domains are: shifts below it change nothing.
+    step = math.gcd(domain, *(stride for _, stride in parts))
+    firsts, below = {0}, step
+    for size, stride in parts:
+        firsts = _shifted(firsts, stride // below, below, domain)
+        below = size * stride
+    firsts = _shifted(firsts, max(1, ranks // below) if ranks else domain, below, domain)
+    return slowest(_shape(parts, first, domain) for first in firsts)
 
 
 def slowest(shapes: Iterable[Shape]) -> Shape:
@@ -69,20 +78,6 @@ def _parts(layout: GroupLayout) -> GroupLayout:
         else:
             parts.append((size, stride))
     return tuple(parts)
-
-
-def _firsts(parts: GroupLayout, domain: int, ranks: int) -> set[int]:
-    """First ranks of groups, modulo the domain: one for each shape that there is, and perhaps several of the same shape.
-
-    A rank is a number of mixed radix, whose digits are the parts and what lies between them; at first ranks those of the parts
-    are 0. All ranks of a group are multiples of ``step`` from its first, as domains are: shifts below it change nothing.
-    """
-    step = math.gcd(domain, *(stride for _, stride in parts))
-    found, below = {0}, step
-    for size, stride in parts:
-        found = _shifted(found, stride // below, below, domain)
-        below = size * stride
-    return _shifted(found, max(1, ranks // below) if ranks else domain, below, domain)
 
 
 def _shifted(found: set[int], count: int, stride: int, domain: int) -> set[int]:

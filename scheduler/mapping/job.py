@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from commlayer.profiles.errors import GroupError, UsageError
-from commlayer.scheduler.mapping import pipeline_schedule
 from commlayer.scheduler.mapping.folded import FoldedMapping
 from commlayer.scheduler.mapping.imbalance import Loads
 from commlayer.scheduler.mapping.model import ModelShape
@@ -22,7 +21,6 @@ from commlayer.scheduler.mapping.pipeline_layout import (
 )
 from commlayer.scheduler.mapping.pipeline_schedule import (
     PipelineSchedule,
-    is_dual,
     merges,
     unfit,
 )
@@ -141,9 +139,7 @@ class Setup:
         if self.gpus % (self.tp * self.cp * self.pp) or self.gpus % (self.etp * self.ep * self.pp):
             # its message names the nearest degrees that do divide
             FoldedMapping(self.gpus, self.tp, self.cp, self.pp, self.ep, self.etp)
-        if self.schedule != "1f1b" and (why := self._unfit_schedule()):
-            raise UsageError(f"schedule {self.schedule}: {why}")
-        self._check_activations()
+        _check_ways(self)
         if self.pipeline_layout != EVEN_LAYOUT:
             object.__setattr__(self, "pipeline_layout", canonical_layout(self.pipeline_layout))
         if self.pipeline_layout not in (EVEN_LAYOUT, AUTO_LAYOUT):
@@ -159,32 +155,6 @@ class Setup:
                 f"unfolded means etp = tp (got etp={self.etp}, tp={self.tp}) and ep={self.ep} a part of dp={self.dp} × "
                 f"cp={self.cp}: change them, or let the mapping fold"
             )
-
-    def _check_activations(self) -> None:
-        ordered = {"recompute": canonical(self.recompute), "offload": canonical_offload(self.offload)}
-        for name, modules in ordered.items():
-            if (given := getattr(self, name)) != modules:
-                raise UsageError(
-                    f"{name}: expected each module once, by its name and in this order: {modules!r}, got {given!r}"
-                )
-        if why := unfit_modules(self.recompute, precision=self.precision, is_merged=self.is_merged):
-            raise UsageError(f"recompute {self.recompute}: {why}")
-        if why := unfit_offload(self.offload, self.recompute):
-            raise UsageError(f"offload {self.offload}: {why}")
-
-    def _unfit_schedule(self) -> str:
-        """Why the schedule does not go with the rest; empty where it does."""
-        if self.recompute == "full":
-            return "its merged layers cannot be computed again as a whole: set recompute to megascale or none"
-        if why := unfit(self.schedule, self.pp, self.vpp):
-            return why
-        if self.schedule == "1f1b-overlap" and self.ep == 1:
-            return "there is no exchange of tokens to hide, got ep=1: take 1f1b"
-        if self.schedule == "1f1b-overlap" and self.exchange == "all_gather":
-            return "it hides an exchange by all_to_all, got exchange=all_gather: set all_to_all"
-        if self.zero > 1 and self.pp > 1:
-            return f"its gradients are summed once a step, got zero={self.zero} with pp={self.pp}: set zero to 0 or 1"
-        return ""
 
     @property
     def dp(self) -> int:
@@ -218,23 +188,14 @@ class Setup:
             )
         return job.global_batch // each
 
-    def passes(self, job: Job) -> int:
-        """Count the micro-batches that go through each of a rank's layers in a step. Raises as :meth:`micro_batches`."""
-        return pipeline_schedule.passes(self.schedule, self.micro_batches(job))
-
     @property
     def pipeline(self) -> Pipeline:
         """How the layers are cut into chunks, and laid on ranks."""
         return Pipeline(self.pp, self.vpp, self.schedule, self.pipeline_layout)
 
     @property
-    def chunks_per_rank(self) -> int:
-        """How many chunks each pipeline rank has."""
-        return 2 if is_dual(self.schedule) else self.vpp
-
-    @property
     def copies(self) -> int:
-        """Pipeline ranks that have the same layers: two with DualPipe."""
+        """Pipeline ranks that have the same layers, and share the micro-batches: two with DualPipe."""
         return 2 if self.schedule == "dualpipe" else 1
 
     @property
@@ -322,3 +283,28 @@ def _check_whole(given: Job | Setup, *names: str) -> None:
         value = getattr(given, name)
         if type(value) is not int or value < 1:
             raise UsageError(f"{name}: expected a whole number of at least 1, got {value!r}")
+
+
+def _check_ways(setup: Setup) -> None:
+    """Check that the schedule goes with the rest, and what is computed again or offloaded with both."""
+    is_merged, is_overlap = setup.is_merged, setup.schedule == "1f1b-overlap"
+    why = unfit(setup.schedule, setup.pp, setup.vpp) if is_merged else ""
+    if is_merged and setup.recompute == "full":
+        why = "its merged layers cannot be computed again as a whole: set recompute to megascale or none"
+    elif not why and is_overlap and setup.ep == 1:
+        why = "there is no exchange of tokens to hide, got ep=1: take 1f1b"
+    elif not why and is_overlap and setup.exchange == "all_gather":
+        why = "it hides an exchange by all_to_all, got exchange=all_gather: set all_to_all"
+    elif not why and is_merged and setup.zero > 1 and setup.pp > 1:
+        why = f"its gradients are summed once a step, got zero={setup.zero} with pp={setup.pp}: set zero to 0 or 1"
+    if why:
+        raise UsageError(f"schedule {setup.schedule}: {why}")
+    for name, modules in (("recompute", canonical(setup.recompute)), ("offload", canonical_offload(setup.offload))):
+        if (given := getattr(setup, name)) != modules:
+            raise UsageError(
+                f"{name}: expected each module once, by its name and in this order: {modules!r}, got {given!r}"
+            )
+    if why := unfit_modules(setup.recompute, precision=setup.precision, is_merged=is_merged):
+        raise UsageError(f"recompute {setup.recompute}: {why}")
+    if why := unfit_offload(setup.offload, setup.recompute):
+        raise UsageError(f"offload {setup.offload}: {why}")

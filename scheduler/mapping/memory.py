@@ -174,7 +174,7 @@ def in_flight(setup: Setup, stage: int, micro_batches: int) -> float:
     for stage 0 pp · (1 + (pp - 1) / (pp · vpp)).
     """
     chunks = in_flight_chunks(setup.schedule, setup.pp, stage, micro_batches, setup.vpp)
-    return chunks / setup.chunks_per_rank
+    return chunks / len(setup.pipeline.chunks(stage))
 
 
 def state_bytes_per_parameter(

@@ -83,7 +83,19 @@ def parse_layout(layout: str) -> tuple[PipelineChunk, ...]:
         UsageError: a letter that is none; a chunk with nothing in it, or in another order than E, t, m, L; an embedding that is
             not first, or a head that is not last; layers behind a module, or modules in several chunks.
     """
-    chunks = tuple(_chunk(layout, place, text) for place, text in enumerate(_unrolled(layout).split("|")))
+    letters = re.sub(r"[\s,]", "", layout)  # without blanks and commas, and then without repetitions
+    for pattern in _REPEATED:
+        for _, number in pattern.findall(letters):
+            if len(number) > 4 or int(number) > _MOST:
+                raise UsageError(f"pipeline layout {layout!r}: expected at most {_MOST} repetitions, got {number}")
+        letters = pattern.sub(lambda repeated: repeated[1] * int(repeated[2]), letters)
+        if len(letters) > 4 * _MOST:
+            raise UsageError(f"pipeline layout {layout!r}: expected at most {4 * _MOST} letters, got {len(letters)}")
+    if not letters:
+        raise UsageError(
+            f"pipeline layout {layout!r}: expected even, auto, or chunks with bars between them, such as 'Ett|(tt|)*6tL'"
+        )
+    chunks = tuple(_chunk(layout, place, text) for place, text in enumerate(letters.split("|")))
     if why := next(_faults(chunks), ""):
         raise UsageError(f"pipeline layout {layout!r}: {why}")
     return chunks
@@ -156,23 +168,6 @@ def laid_chunks(layout: str, num: int, layers: int, modules: int, *, is_relieved
             f"pipeline layout {layout!r}: {'; '.join(wrong)}{f': the even one is {instead!r}' if instead else ''}"
         )
     return chunks
-
-
-def _unrolled(layout: str) -> str:
-    """The layout without repetitions, commas and blanks. Raises UsageError where it has no letters, or too many."""
-    text = re.sub(r"[\s,]", "", layout)
-    for pattern in _REPEATED:
-        for _, number in pattern.findall(text):
-            if len(number) > 4 or int(number) > _MOST:
-                raise UsageError(f"pipeline layout {layout!r}: expected at most {_MOST} repetitions, got {number}")
-        text = pattern.sub(lambda found: found[1] * int(found[2]), text)
-        if len(text) > 4 * _MOST:
-            raise UsageError(f"pipeline layout {layout!r}: expected at most {4 * _MOST} letters, got {len(text)}")
-    if not text:
-        raise UsageError(
-            f"pipeline layout {layout!r}: expected even, auto, or chunks with bars between them, such as 'Ett|(tt|)*6tL'"
-        )
-    return text
 
 
 def _chunk(layout: str, place: int, text: str) -> PipelineChunk:

@@ -52,7 +52,7 @@ def ends(builder: LayerBuilder, setup: Setup, stage: Stage) -> Breakdown:
         times = head_work(builder.job, setup, builder.compute, **has)
         parts += [Compute(times.forward, "head"), Compute(times.backward, "head")]
     found = run_alone(parts)
-    sent = setup.passes(builder.job)
+    sent = setup.micro_batches(builder.job) // setup.copies
     of_every_micro_batch = [
         "embedding",
         "head",

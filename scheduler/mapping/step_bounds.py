@@ -179,7 +179,7 @@ class StepBounds:
         experts and the head make it have where they are laid as evenly as whole layers go
         (:func:`~commlayer.scheduler.mapping.layout_balance.least_slowest_us`).
         """
-        count, ranks = setup.passes(self.job), setup.pp // setup.copies
+        count, ranks = setup.micro_batches(self.job) // setup.copies, setup.pp // setup.copies
         single = self.layers.least_us(setup, level)
         weights = self.layers.weights(setup, single, level) if setup.is_merged else single
         head_us = ends_us = self.parts.head_us(setup, True, False)

@@ -286,8 +286,9 @@ def step_exchanges(job: Job, setup: Setup, software: Software, *, stage: int = 0
     size = rows_of_rank(job, setup) * setup.micro_batch * elements * software.activation_bytes
     turns = setup.schedule == "dualpipev" and stage == setup.pp - 1
     ends = ends_at(job.model, setup, stage)
+    passes = setup.micro_batches(job) // setup.copies
     forth, back = (
-        setup.passes(job) * (setup.chunks_per_rank - is_end - turns) for is_end in (ends.head, ends.embedding)
+        passes * (len(setup.pipeline.chunks(stage)) - is_end - turns) for is_end in (ends.head, ends.embedding)
     )
     activations = StepCollective("activations", "pp", "pp", SEND_RECV, size, "boundary", forth)
     boundaries = activations, replace(_mirrored(activations), count=back)
@@ -296,7 +297,7 @@ def step_exchanges(job: Job, setup: Setup, software: Software, *, stage: int = 0
 
 def whole_step(job: Job, setup: Setup, software: Software, *, stage: int = 0) -> tuple[StepCollective, ...]:
     """Everything that one rank of this stage sends in a step."""
-    micro_batches = setup.passes(job)
+    micro_batches = setup.micro_batches(job) // setup.copies
     found: list[StepCollective] = []
     for moe, count in zip((False, True), layers_of(job.model, setup, stage), strict=True):
         if count:
@@ -309,7 +310,7 @@ def _ends(job: Job, setup: Setup, software: Software, ends: StageEnds) -> list[S
     """Embedding, head and loss. Where tp splits the vocabulary, partial rows of the embedding are
     summed and scattered, the head's input is gathered, and the loss needs the largest logit, the
     label's and the sum of exponentials (Megatron-LM)."""
-    sent, whole = setup.passes(job), rows_of_rank(job, setup) * setup.tp * setup.micro_batch
+    sent, whole = setup.micro_batches(job) // setup.copies, rows_of_rank(job, setup) * setup.tp * setup.micro_batch
     found: list[StepCollective] = []
     modules = sent * job.model.mtp_layers
     heads = sent + modules
@@ -394,7 +395,7 @@ def _of_copies(job: Job, setup: Setup, software: Software, stage: int) -> list[S
 def _of_layers(job: Job, setup: Setup, software: Software, stage: int) -> list[StepCollective]:
     """Layer by layer: without ZeRO an all_reduce of each, with ZeRO 1 to 3 what is sharded. From 2 on
     the layers send their own gradients; what is no layer's is sent with every micro-batch too."""
-    sent = setup.passes(job)
+    sent = setup.micro_batches(job) // setup.copies
     found = []
     ends = _end_units(job, setup, software, stage)
     dense, moe = layers_of(job.model, setup, stage)

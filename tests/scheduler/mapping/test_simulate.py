@@ -269,7 +269,6 @@ def test_the_ends_of_a_model_are_on_the_ranks_of_their_chunks(schedule: Pipeline
         ends = parameters.ends_at(catalog.load("deepseek-v3"), setup, stage)
         assert ends.embedding is (0 in setup.pipeline.chunks(stage))
         assert ends.head is (setup.pipeline.num_chunks - 1 in setup.pipeline.chunks(stage))
-        assert len(setup.pipeline.chunks(stage)) == setup.chunks_per_rank
     every = sorted(chunk for stage in range(pp) for chunk in setup.pipeline.chunks(stage))
     assert every == sorted([*range(setup.pipeline.num_chunks)] * setup.copies)
 
