@@ -221,8 +221,8 @@ class Inquiry:
             is_first = log is not None and question.is_first()
             if log is not None:
                 log = question.publish(log)
-            found = question.lead(log, began, wait, self.folder) if is_first and log else question.read()
-            result = self._say(asked, found)
+            diagnosis = question.lead(log, began, wait, self.folder) if is_first and log else question.read()
+            result = self._say(asked, diagnosis)
         except Exception as error:  # noqa: BLE001  the store died with the rank that hosts it, or no descriptors are left
             if log is not None:
                 is_stores = isinstance(error, (RuntimeError, OSError)) and not isinstance(error, DisagreementError)
@@ -337,9 +337,9 @@ class _Question:
         else:
             text = wait_words(log, wait, diagnosis, where) + unread
         text = shortened(text, _MOST_TEXT)
-        found = _Found(text, one_line(diagnosis), has_cause=diagnosis.has_cause, printer=printer)
-        self.store.set(f"{self.number}/found", msgspec.msgpack.encode(found))  # type: ignore[arg-type]  # bytes too
-        return found
+        result = _Found(text, one_line(diagnosis), has_cause=diagnosis.has_cause, printer=printer)
+        self.store.set(f"{self.number}/found", msgspec.msgpack.encode(result))  # type: ignore[arg-type]  # bytes too
+        return result
 
     def _gathered(self, began: float, own: RankLog) -> tuple[list[RankLog], dict[int, str]]:
         """The logs of those ranks that answer in time; and why what others have answered is

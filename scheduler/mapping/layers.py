@@ -116,8 +116,8 @@ class LayerBuilder:
                 f"flat {flat_us:.0f}"
             )
             self._levels[key] = (levels, why) if levels_us < flat_us else (None, "")
-        found, why = self._levels[key]
-        return (levels if found else None), why
+        best, why = self._levels[key]
+        return (levels if best else None), why
 
     def work(self, setup: Setup, is_moe: bool) -> LayerWork:
         """Find what one layer computes for a micro-batch."""
@@ -293,11 +293,12 @@ class _Passes:
 
     def places(self, exchanges: Iterable[StepCollective]) -> tuple[Places, Places]:
         """A pass's calls, and those that are sent again."""
-        found: tuple[Places, Places] = {}, {}
+        at: Places = {}
+        resent: Places = {}
         for each in self.builder.sent(self.setup, exchanges, self.levels):
-            call = self.builder.calls.call(self.setup, each)
-            found[each.name.endswith(AGAIN)].setdefault(each.place, []).append(call)
-        return found
+            places = resent if each.name.endswith(AGAIN) else at
+            places.setdefault(each.place, []).append(self.builder.calls.call(self.setup, each))
+        return at, resent
 
     def forward(self, at: Places) -> list[Item]:
         """The forward pass."""
@@ -383,11 +384,12 @@ class _Passes:
         if self.has_shared_beside(at):
             # Shared experts' first products, of two (three with a gate), beside the way to the routed experts and the last one
             # beside the way home; backward the last one first.
-            whole = self.work["shared"].forward if is_forward else self.work["shared"].backward
-            last = whole / self.builder.job.model.matrices
-            beside = [Compute(whole - last, "dense"), Compute(last, "dense")][:: 1 if is_forward else -1]
+            shared_us = self.work["shared"].forward if is_forward else self.work["shared"].backward
+            last_us = shared_us / self.builder.job.model.matrices
+            products = Compute(shared_us - last_us, "dense"), Compute(last_us, "dense")
+            beside_out, beside_back = products if is_forward else products[::-1]
             begun, ended = _halves_out(parts.out)
-            out, beside_home = [*begun, beside[0], *ended], [beside[1], parts.later]
+            out, beside_home = [*begun, beside_out, *ended], [beside_back, parts.later]
         return [*parts.first, *out, *parts.computed, *_home_beside(parts.home, beside_home), *parts.last]
 
     def expert_parts(self, at: Places, *, is_forward: bool, puts_off: bool = False) -> _ExpertParts:
@@ -434,12 +436,12 @@ class _Passes:
         shares = [part / sum(slices) for part in (slices if is_forward else slices[::-1])]
         outs: list[PlannedCall] = []
         homes: list[PlannedCall] = []
-        for whole, chunks in ((parts.out[0], outs), (parts.home[0], homes)):
-            sent = whole.plan.traffic
+        for call, chunks in ((parts.out[0], outs), (parts.home[0], homes)):
+            sent = call.plan.traffic
             for share in shares:
                 size = round(sent.logical_bytes * share)
                 decision = pricer.decide(sent.collective, size, sent.nodes, sent.lane)
-                chunks.append(replace(whole, plan=decision.plan, us=decision.predicted_us))
+                chunks.append(replace(call, plan=decision.plan, us=decision.predicted_us))
         items: list[Item] = []
         for kind, chunk in posted(len(shares), len(shares)):
             if kind == "dispatch":
@@ -450,8 +452,8 @@ class _Passes:
                 items += [replace(work, us=work.us * shares[chunk]) for work in works if work.us]
             else:
                 items.append(Issue(homes[chunk]))
-        left = Compute(later.us * sum(shares[-LATER_CHUNKS:]), later.name)
-        return [*items, *([left] if left.us else []), *map(Wait, homes)]
+        rest = Compute(later.us * sum(shares[-LATER_CHUNKS:]), later.name)
+        return [*items, *([rest] if rest.us else []), *map(Wait, homes)]
 
 
 def _may_chunk(software: Software, setup: Setup) -> bool:

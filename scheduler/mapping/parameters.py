@@ -459,10 +459,10 @@ def layer_parameters(model: ModelShape, setup: Setup, software: Software, moe: b
 
 def by_axis(parameters: Iterable[Sized]) -> dict[str, int]:
     """The elements over each axis, in order of first use."""
-    found: dict[str, int] = {}
+    totals: dict[str, int] = {}
     for axis, elements in parameters:
-        found[axis] = found.get(axis, 0) + elements
-    return found
+        totals[axis] = totals.get(axis, 0) + elements
+    return totals
 
 
 def replicated_elements(model: ModelShape, setup: Setup, software: Software, stage: int) -> int:
