@@ -360,8 +360,8 @@ class Judge:
                 farewells = [self._knowledge.left[peer] for peer in silent if peer in self._knowledge.left]
                 if not farewells:
                     return Blame(tuple(silent), *sources[silent[0]]), False
-                first = farewells[0]
-                return self._of_leaver(first) if first.is_failure else blame_of(first), True
+                farewell = farewells[0]
+                return self._of_leaver(farewell) if farewell.is_failure else blame_of(farewell), True
             seen |= set(sources)
             sources = self._waited_for(report for report in reports.values() if report is not None)
             sources = {rank: source for rank, source in sources.items() if rank not in seen}
