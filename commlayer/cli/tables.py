@@ -187,7 +187,8 @@ def print_table(
         echo_sentence(lead=title)
     needed = _needed_width(columns, cells, left_out, _LEAST_WRAPPED)
     if needed > out.width and _is_width_known():
-        # Each row as its first cell, or its number and the next one, and below that the others with their names.
+        # Each row as its first cell, or its number and the next one, and below that the others
+        # with their names.
         names = [column.lstrip(">~") for column in columns]
         num_heads = 1 + (names[0] in ("", "#"))
         for row in cells:

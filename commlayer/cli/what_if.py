@@ -117,7 +117,7 @@ def what_if_command(
     kind, pair = _NAMES[given["vary"]], given["pair"]
     named = given_options(ctx)
     for name in _REPLACED.get(kind, (kind,)):
-        if name in named and "hold" not in named:  # with it some mapping is the best with what the option says
+        if name in named and "hold" not in named:  # with it some mapping is the best with that
             raise UsageError(
                 f"--{name.replace('_', '-')}: --vary {kind.replace('_', '-')} takes its place at every value: leave it out, "
                 "or add --hold to keep the mapping that is best with it"
@@ -143,7 +143,8 @@ def what_if_command(
     request.check(replace(space, **changes))
     ways, choice = [], _CHOICES.get(pair or "")
     for way in ALTERNATIVES[pair] if pair else (Alternative(),):
-        # Within what the command line leaves of the space, and with what it asks of software, but for what ways differ in.
+        # Within what the command line leaves of the space, and with what it asks of software, but
+        # for what ways differ in.
         narrowed = replace(space, **{choice: getattr(way.space, choice)}) if choice else space
         software = request.changed(way.software) if pair == "software" else request.software
         ways.append(Alternative(name=way.name, space=narrowed, software=software, margin=margin))

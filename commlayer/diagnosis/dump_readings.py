@@ -419,7 +419,8 @@ def _log(dump: Dump, groups: DumpGroups, reading: str) -> RankLog:
         counts = tuple(MessageCount(kind, peer, 0, count) for (kind, peer), count in messages.items())
         done = min(open_) - 1 if open_ else issued
         group_logs.append(msgspec.structs.replace(group, issued=issued, done=done, messages=counts))
-    # Of a group whose calls the ring has lost all, it had those that anybody had made before the oldest one in it.
+    # A ring that has lost all calls of a group had those that anybody had made before the oldest one
+    # in it.
     oldest_ns = min((entry.time_created_ns for entry in dump.entries), default=0)
     recorded = {entry.process_group[0] for entry in dump.entries}
     for name in (name for name in dump.group_ranks if dump.lost and name not in recorded):

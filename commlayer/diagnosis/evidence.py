@@ -226,8 +226,8 @@ def gather_evidence(
 
 
 def _take(evidence: Evidence, file: EvidenceFile) -> None:
-    """Put a file where it belongs. Raises UsageError for one that is damaged, and for an older log of a rank, which is
-    left out."""
+    """Put a file where it belongs. Raises UsageError for one that is damaged, and for an older log
+    of a rank, which is left out."""
     name, head = Path(file.name), file.head.lstrip()
     if begins_as_dump(file.head, name.name):
         if file.path is not None:

@@ -374,16 +374,16 @@ def _common(config: _Config, width: str, *, names_head_dim: bool = False) -> Non
 
 
 def _biases(config: _Config, *, asked: str = "attention_bias", default: bool = False, output: bool = True) -> None:
-    """Biases of queries, keys and values, and of the output's projection, where the field ``asked`` says so; all
-    models of a type without such a field have them, or none (``default``)."""
+    """Biases of queries, keys and values, and of the output's projection, where the field ``asked``
+    says so; all models of a type without such a field have them, or none (``default``)."""
     has = config.value(asked, bool, default) if asked else default
     config.shape["qkv_bias"] = has
     config.shape["vectors"] += config.shape["hidden"] if has and output else 0
 
 
 def _head_norms(config: _Config, *, asked: str = "", default: bool = False) -> None:
-    """Norms of queries and keys that all heads share, where the field ``asked`` says so; in every model of a type
-    without such a field."""
+    """Norms of queries and keys that all heads share, where the field ``asked`` says so; in every
+    model of a type without such a field."""
     if not asked or config.value(asked, bool, default):
         config.shape["vectors"] += 2 * config.shape["head_dim"]
 
@@ -411,8 +411,8 @@ def _asked_window(config: _Config, layers: Collection[int] | None = None) -> Non
 
 
 def _some_windows(config: _Config, *, default: int = 28, is_early: bool = False, is_asked: bool = True) -> None:
-    """Windows from ``max_window_layers`` on; ``is_early``: in every second layer before that. ``is_asked``: only where
-    ``use_sliding_window`` says so."""
+    """Windows from ``max_window_layers`` on; ``is_early``: in every second layer before that.
+    ``is_asked``: only where ``use_sliding_window`` says so."""
     layers, border = config.shape["layers"], config.whole("max_window_layers", default)
     windowed = range(0, min(border, layers), 2) if is_early else range(border, layers)
     (_asked_window if is_asked else _window)(config, windowed)

@@ -179,7 +179,8 @@ def _of_words(data: bytes, where: str, collective: str, nodes: tuple[int, ...]) 
         content = json.loads(text)
     except (ValueError, RecursionError):
         content = _objects(text, where) if text.lstrip().startswith("{") else None
-    # Nobody can mean the names of NCCL Inspector otherwise, nor a profile's curves as nccl_tests_json writes them.
+    # Nobody can mean the names of NCCL Inspector otherwise, nor a profile's curves as
+    # nccl_tests_json writes them.
     says_itself = content is not None
     if collective and isinstance(content, dict) and "results" in content:
         results = [result for result in content["results"] or () if isinstance(result, dict)]
@@ -425,8 +426,8 @@ def nccl_tests_json(profile: Profile) -> dict[str, str]:
         name = f"{curve.collective}_{curve.link}_{curve.group_size}"
         devices: list[dict[str, Any]] = []
         for node, local_rank, rank in places:
-            # All ranks of the cluster are in some group: neighbours inside a node, as many ranks of each node between
-            # them, one rank in itself.
+            # All ranks of the cluster are in some group: neighbours inside a node, as many ranks
+            # of each node between them, one rank in itself.
             group = 0 if curve.group_size == len(places) else local_rank // max(1, curve.group_size // len(nodes))
             if curve.link is Resource.DEVICE:
                 group = rank
