@@ -147,30 +147,25 @@ def check_splits(
 ) -> None:
     """Raises TensorError, before anything is sent, for splits and tensors that do not fit
     together."""
-    _check_rows(members, "output", output, received)
-    _check_rows(members, "input", input, sent)
+    for name, x, splits in (("output", output, received), ("input", input, sent)):
+        rows = x.size(0) if x.dim() else 1
+        if splits:
+            if sum(splits) != rows or len(splits) != members.size or min(splits) < 0:
+                raise TensorError(
+                    f"{members.who}: {name}_split_sizes must be {members.size} numbers that add up to "
+                    f"the {rows} rows of the {name}, got {list(splits)}"
+                )
+        elif rows % members.size:
+            raise TensorError(
+                f"{members.who}: all_to_all with even splits: {rows} rows of the {name} do not divide "
+                f"by {members.size} ranks; pass {name}_split_sizes"
+            )
     if output.dtype != input.dtype:
         raise TensorError(f"{members.who}: all_to_all from {input.dtype} to {output.dtype}: both must be the same")
     if not (received or sent) and output.numel() != input.numel():
         raise TensorError(
             f"{members.who}: all_to_all with even splits: {input.numel()} elements go out, so as many come in, but the output "
             f"has {output.numel()}; pass split sizes if they differ"
-        )
-
-
-def _check_rows(members: Members, name: str, x: torch.Tensor, splits: Sequence[int]) -> None:
-    """``splits`` (empty: even) are rows of ``x`` for each rank."""
-    rows = x.size(0) if x.dim() else 1
-    if not splits:
-        if rows % members.size:
-            raise TensorError(
-                f"{members.who}: all_to_all with even splits: {rows} rows of the {name} do not divide by {members.size} ranks; "
-                f"pass {name}_split_sizes"
-            )
-    elif sum(splits) != rows or len(splits) != members.size or min(splits) < 0:
-        raise TensorError(
-            f"{members.who}: {name}_split_sizes must be {members.size} numbers that add up to the {rows} rows of the {name}, got "
-            f"{list(splits)}"
         )
 
 
