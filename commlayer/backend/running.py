@@ -228,24 +228,11 @@ class Calls:
         self, call: Call, num_bytes: int, work: Work, opts: Any, outputs: Any, sent: tuple[int, int] = _UNKNOWN
     ) -> Work:
         """An asynchronous call that has just been issued."""
-        order, collective = self.order, call.collective
-        order.sequence += 1
-        call.sequence, call.started_ns = order.sequence, now()
-
-        def end(error: RuntimeError | None) -> None:
-            call.ended_ns = now()
-            if order.under_way.is_watched:
-                order.under_way.end(call, call.ended_ns)
-            if error is not None:
-                call.error = type(error).__name__
-                self._fail(error, collective, call.sequence, call.started_ns, opts)
-            call.track.done = call.number
-            self.counters.flat[collective].time_ns += call.ended_ns - call.started_ns
-            if order.latest is issued:  # it holds the call's tensors
-                order.latest = None
-
-        self.counters.flat[collective].add(num_bytes, 0, *sent)
-        issued = IssuedWork(order.progress, call, outputs, work, self.inner.planned.board, end)
+        order = self.order
+        order.sequence = call.sequence = order.sequence + 1
+        call.started_ns = now()
+        self.counters.flat[call.collective].add(num_bytes, 0, *sent)
+        issued = IssuedWork(order.progress, call, outputs, work, self.inner.planned.board, opts, self._end)
         if order.under_way.is_watched:
             of = weakref.ref(issued)  # what is under way must not hold the call's tensors
             order.under_way.begin(call, order.key, lambda: (call_work := of()) is None or call_work.has_come)
@@ -253,6 +240,20 @@ class Calls:
         if order.coalescing is not None:
             order.coalescing.append(issued)
         return issued
+
+    def _end(self, issued: IssuedWork, error: RuntimeError | None) -> None:
+        """Count an asynchronous call that has ended, or raise what its ``error`` means."""
+        order, call = self.order, issued.call
+        call.ended_ns = now()
+        if order.under_way.is_watched:
+            order.under_way.end(call, call.ended_ns)
+        if error is not None:
+            call.error = type(error).__name__
+            self._fail(error, call.collective, call.sequence, call.started_ns, issued.opts)
+        call.track.done = call.number
+        self.counters.flat[call.collective].time_ns += call.ended_ns - call.started_ns
+        if order.latest is issued:  # it holds the call's tensors
+            order.latest = None
 
     # Plans
 

@@ -26,28 +26,28 @@ from commlayer.calls.ring import Call
 from commlayer.engine.progress import OwnWork, ProgressQueue, QueuedWork, too_long
 from commlayer.failures.board import FailureBoard
 from commlayer.failures.forks import inherited
-from commlayer.failures.waits import NO_TIMEOUT, wait
+from commlayer.failures.waits import NO_TIMEOUT, SLICE, wait
 from commlayer.profiles.errors import GroupError, UsageError
 
 __all__ = ["IssuedWork", "Together"]
 
-End = Callable[[RuntimeError | None], None]
+End = Callable[["IssuedWork", RuntimeError | None], None]
 """Counts the call, or raises what its failure means."""
 
 
 class IssuedWork(OwnWork):
-    """A call under way. Waiting raises what its failure means. ``end`` is called once, by whichever
-    thread sees the end."""
+    """A call under way, with its options. Waiting raises what its failure means. ``end`` is called
+    once, by whichever thread sees the end."""
+
+    _queued: QueuedWork | None = None
 
     def __init__(
-        self, queue: ProgressQueue, call: Call, outputs: Any, inner: Work, board: FailureBoard, end: End
+        self, queue: ProgressQueue, call: Call, outputs: Any, inner: Work, board: FailureBoard, opts: Any, end: End
     ) -> None:
         super().__init__()
-        self._board = board
+        self._board, self.opts, self._end = board, opts, end
         self._queue, self.call, self._outputs, self._inner = queue, call, outputs, inner
-        self._end: End | None = end
         self._lock = threading.Lock()
-        self._queued: QueuedWork | None = None
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Return True when the outputs may be used. ``timeout``: give up earlier than the call
@@ -62,9 +62,15 @@ class IssuedWork(OwnWork):
             seconds = timeout.total_seconds()
             self.call.track.wait(self.call)
             try:
-                wait(self._inner, self._board, seconds if seconds > 0 else None)
+                if seconds > 0:
+                    wait(self._inner, self._board, seconds)
+                else:
+                    try:  # its first look, without a call
+                        self._inner.wait(SLICE)
+                    except RuntimeError:
+                        wait(self._inner, self._board)
             except RuntimeError as error:
-                if seconds > 0 and not self._has_ended():
+                if seconds > 0 and not self.is_completed():
                     self.call.track.waited()
                     raise too_long(self._queue, self.call.collective, seconds) from error
                 self._close(error)
@@ -93,26 +99,21 @@ class IssuedWork(OwnWork):
         with self._lock:
             if self._done:
                 return
-            end, self._end = self._end, None  # it holds this work: the outputs would live until Python looks for cycles
             try:
-                if end is not None:
-                    end(error)
+                self._end(self, error)
             except Exception as explained:  # noqa: BLE001  carried to whoever waits
                 self._error = explained
             self._done = True
 
-    def _has_ended(self) -> bool:
-        """Well or not: of a group that is broken nothing more comes."""
-        return bool(self._inner.is_completed()) or self._board.is_broken
-
     def is_completed(self) -> bool:
-        return self._done or self._has_ended()
+        """Whether the call has ended, well or not: of a group that is broken nothing more comes."""
+        return self._done or bool(self._inner.is_completed()) or self._board.is_broken
 
     def is_success(self) -> bool:
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        if not self._done and self._has_ended():
+        if not self._done and self.is_completed():
             try:
                 self.wait()
             except Exception as error:  # noqa: BLE001
