@@ -397,7 +397,8 @@ def _of_layers(job: Job, setup: Setup, software: Software, stage: int) -> list[S
     the layers send their own gradients; what is no layer's is sent with every micro-batch too."""
     sent = setup.micro_batches(job) // setup.copies
     found = []
-    ends = _end_units(job, setup, software, stage)
+    first, last = end_parameters(job.model, setup, software, stage)
+    ends = [(axis, elements, 1) for axis, elements in by_axis([*last, *first]).items()]
     dense, moe = layers_of(job.model, setup, stage)
     layers = [
         (axis, elements, count)
@@ -417,10 +418,3 @@ def _of_layers(job: Job, setup: Setup, software: Software, stage: int) -> list[S
             times = 1 if setup.zero <= 2 else 2 * sent
             found.append(_gathered_weights(axis, elements, setup, software, count * times))
     return found
-
-
-def _end_units(job: Job, setup: Setup, software: Software, stage: int) -> list[tuple[str, int, int]]:
-    """(axis, elements, how many) of the head with the norm, and of the embedding."""
-    first, last = end_parameters(job.model, setup, software, stage)
-    found = by_axis([*last, *first])
-    return [(axis, elements, 1) for axis, elements in found.items()]
