@@ -11,6 +11,7 @@ nodes is not named.
 
 from __future__ import annotations
 
+import math
 import os
 from collections import defaultdict
 from dataclasses import replace
@@ -113,6 +114,8 @@ def _curves(rows: list[_Row], where: str) -> dict[DispatchKey, Curve]:
         group, tokens = key.group, sorted(us_of_tokens)
         scales = -(-group.hidden // _SCALED) * _SCALE_BYTES
         row_bytes = group.hidden + scales if key.way == "dispatch" else 2 * group.hidden
+        if unsound := [us for us in us_of_tokens.values() if not 0 < us < math.inf]:
+            raise ProfileError(f"{where}: {key.way}: expected positive, finite times in µs, got {unsound[0]:g}")
         curves[key] = Curve.from_samples(
             "all_to_all_v",
             Resource.INTER if group.num_nodes > 1 else Resource.INTRA,

@@ -79,6 +79,14 @@ def test_what_nobody_measured_is_refused(found: TokenRoutes, cluster: Cluster, w
         found.us(cluster)
 
 
+def test_a_time_that_is_none_is_refused_with_its_file(tmp_path: Path) -> None:
+    header, first, *others = Path(NORMAL).read_text(encoding="utf-8").splitlines()
+    table = tmp_path / "table.csv"
+    table.write_text("\n".join([header, first.rpartition(",")[0] + ",nan", *others]), encoding="utf-8")
+    with pytest.raises(UsageError, match=r"table\.csv: combine: expected positive, finite times in µs, got nan"):
+        read_dispatch_kernels(table)
+
+
 def test_a_parquet_table_is_read_as_the_csv_is(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     from pyarrow.csv import read_csv
