@@ -214,13 +214,18 @@ class Whole:
     is_broken = has_leaver = False
 
 
+class Culprit:
+    """A judge who knows that rank 2 died."""
+
+    def culprit(self) -> str:
+        return "rank 2 died"
+
+
 class Torn(Whole):
     """The same where a rank is gone."""
 
     is_broken = True
-
-    def culprit(self) -> str:
-        return "rank 2 died"
+    judge = Culprit()
 
 
 def verdicts(vetoes: dict[int, str], num_ranks: int = 3) -> list[str]:
