@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Work
+from torch.autograd.graph import increment_version
 
 from commlayer.backend.exchanges import EVEN, check_splits, sent_bytes, splits_of
 from commlayer.backend.members import Members, Noted, Tensors
@@ -48,7 +49,6 @@ ONE_EACH_RANK = -1
 """One change for each rank of the group: Gloo copies a block at a time."""
 _STRIDED = torch.strided
 _TENSOR = torch.Tensor
-_increment_version = torch._C._increment_version  # torch.autograd.graph's own, without its look at what it is given
 Method = Callable[..., Work]
 
 
@@ -119,7 +119,7 @@ class Verb:
             written = [outputs] if isinstance(outputs, torch.Tensor) else outputs
             if written and not isinstance(written[0], torch.Tensor):
                 written = [each for row in written for each in row]
-            _increment_version(written * (calls.members.size if changes == ONE_EACH_RANK else changes))
+            increment_version(written * (calls.members.size if changes == ONE_EACH_RANK else changes))
 
         return task
 
