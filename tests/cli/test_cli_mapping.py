@@ -531,7 +531,9 @@ def test_what_nobody_chose_is_said_with_what_else_it_may_be() -> None:
     across = ("--cp", "2", "--ep", "8", "--unfolded", "--recompute", "full")
     found = call_json("estimate", *JOB, *across)["estimate"]
     software, dispatchers = found["notes"][-2:]
-    assert re.search(r"as megatron runs it; by commlayer's own this mapping takes [\d,.]+ ms.*: --software comm", software)
+    assert re.search(
+        r"as megatron runs it; by commlayer's own this mapping takes [\d,.]+ ms.*: --software comm", software
+    )
     said = re.search(r"on 2 NVLink domains.*: nccl (\d+), deepep (\d+),.*: say which you run", dispatchers)
     assert said
     named = call_json("estimate", *JOB, *across, "--software", "megatron", "--dispatcher", "deepep")["estimate"]
