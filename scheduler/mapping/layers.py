@@ -31,7 +31,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from commlayer.profiles.errors import PlanError
+from commlayer.profiles.errors import InternalError, PlanError
 from commlayer.scheduler import conflicts
 from commlayer.scheduler.dispatch_price import row_maps_us
 from commlayer.scheduler.mapping.cluster import Cluster
@@ -292,10 +292,14 @@ class _Passes:
         self.work = builder.work(setup, is_moe)
 
     def places(self, exchanges: Iterable[StepCollective]) -> tuple[Places, Places]:
-        """A pass's calls, and those that are sent again."""
+        """A pass's calls, and those that are sent again. Raises InternalError for one at a place that no
+        layer's program has: it would drop out of the step's price."""
         at: Places = {}
         resent: Places = {}
+        names = {*self.work.order.kinds, "parameters", "gradients"}
         for each in self.builder.sent(self.setup, exchanges, self.levels):
+            if each.place not in names:
+                raise InternalError(f"calls at {each.place} have no place in a layer's program")
             places = resent if each.name.endswith(AGAIN) else at
             places.setdefault(each.place, []).append(self.builder.calls.call(self.setup, each))
         return at, resent

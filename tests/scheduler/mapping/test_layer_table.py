@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from commlayer.profiles.errors import InternalError
-from commlayer.scheduler.mapping import catalog, clusters, flops, layer_table, layer_work, memory, parameters
+from commlayer.scheduler.mapping import catalog, clusters, flops, layer_table, layer_work, layers, memory, parameters
 from commlayer.scheduler.mapping.job import Job, Setup
 from commlayer.scheduler.mapping.layer_table import WHOLE, Exchange, LayerCut, LayerOp, Product, Saved, Weight
 from commlayer.scheduler.mapping.model import ModelShape
@@ -106,3 +107,13 @@ def test_a_new_kind_of_attention_is_rows_and_nothing_else(monkeypatch: pytest.Mo
 def test_rows_whose_exchange_no_program_would_send_are_refused(row: LayerOp) -> None:
     with pytest.raises(InternalError, match="the exchange index of a layer would not be sent"):
         layer_work.SegmentOrder((row,))
+
+
+def test_calls_without_a_place_in_a_layer_are_refused() -> None:
+    job = Job(model=catalog.load("mixtral-8x7b"), gpus=16, global_batch=16, sequence=4096)
+    setup = Setup(gpus=16, ep=8)
+    builder = Estimator(job, clusters.load("h100-eos"), MEGATRON)._parts.builder(setup)
+    passes = layers._Passes(builder, setup, True, None)
+    calls = layer_forward(job, setup, MEGATRON)
+    with pytest.raises(InternalError, match="calls at nowhere have no place"):
+        passes.places([*calls, replace(calls[-1], place="nowhere")])
