@@ -42,7 +42,7 @@ class Topology:
     world_size: int = field(init=False, repr=False, compare=False)
     is_uniform: bool = field(init=False, repr=False, compare=False)
     _places: dict[int, tuple[int, int]] = field(init=False, repr=False, compare=False)
-    """By rank its node, and its place there."""
+    """The node of each rank, and its position there."""
 
     def __post_init__(self) -> None:
         if not self.nodes or not all(self.nodes):

@@ -244,7 +244,7 @@ def _shape(plan: Plan) -> tuple[dict[Resource, list[int]], list[int]]:
 
 
 class _Holds:
-    """What is issued on each lane, and whom that holds. ``policy`` None: nobody."""
+    """Counts the calls that are issued on each lane, and holds those that ``policy`` has wait for them; None: nobody waits."""
 
     def __init__(self, policy: LanePolicy | None) -> None:
         self.policy = policy
@@ -372,8 +372,10 @@ class _Clock:
             for place, task in enumerate(self._running):
                 if task.state is None:  # the program computes, beside calls
                     calls = {id(other.state): other.state.call for other in self._running if other.state is not None}
-                    taken = sum(call.memory if task.is_streaming else call.multiprocessors for call in calls.values())
-                    slowed = rates[place] * max(_LEAST_LEFT, 1.0 - taken)
+                    occupied = sum(
+                        call.memory if task.is_streaming else call.multiprocessors for call in calls.values()
+                    )
+                    slowed = rates[place] * max(_LEAST_LEFT, 1.0 - occupied)
                     rates = [*rates[:place], slowed, *rates[place + 1 :]]
         return rates, busy
 

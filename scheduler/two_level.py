@@ -63,9 +63,9 @@ class TwoLevel:
         self._width = len(self.relayed[self.i]) * _COUNT_BYTES
         self.counts_region = Region(Buffer.STAGING, self._rows[-1], self._rows[-1] + len(self.here) * self._width)
         """Where the local ranks' counts for this rank arrive, in their order; its own row is not written."""
-        told = -(-self.counts_region.stop // ALIGN) * ALIGN  # devices copy from there in whole words
+        counts_end = -(-self.counts_region.stop // ALIGN) * ALIGN  # devices copy from there in whole words
         landing = [sum(target_bytes[k] for k in nodes[b]) for b in self.away]
-        self._landings = [*accumulate(landing, initial=told)]
+        self._landings = [*accumulate(landing, initial=counts_end)]
         self.staging_bytes = self._landings[-1]
         """Counts out, counts in, and what comes from other nodes."""
         self.edges: list[int] = []

@@ -161,9 +161,9 @@ def _parsed(run: dict[str, Any], where: str) -> MeasuredRun:
     values = [(name, each) for name, value in run.items() for each in (value if isinstance(value, list) else [value])]
     words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in values]  # a flag where it is true
     try:
-        given = _run.make_context("run", words).params
-        text, request = given.pop("measured"), read_request(given)
-        return _measured(request, read_setup(given, request.job.gpus), text)
+        options = _run.make_context("run", words).params
+        text, request = options.pop("measured"), read_request(options)
+        return _measured(request, read_setup(options, request.job.gpus), text)
     except click.ClickException as error:
         raise UsageError(f"{where}: {shortened(error.format_message(), 400)}") from error
     except CommlayerError as error:

@@ -148,8 +148,8 @@ def layer_backward(job: Job, setup: Setup, software: Software, *, moe: bool = Tr
     gradient that it runs beside.
     """
     forward, ways = _sent(job, setup, software, moe), ways_of(setup.recompute)
-    found = [*_layer_weights(job, setup, software, moe, is_backward=True)]
-    found += [each.renamed("_again") for op, each in forward if ways & (op.remade | {"full"})]
+    backward = [*_layer_weights(job, setup, software, moe, is_backward=True)]
+    backward += [each.renamed("_again") for op, each in forward if ways & (op.remade | {"full"})]
     # Gradients go to the experts by combine's way back, and come home by dispatch's: each with its own size.
     ways_back = forward
     if moe and software.dispatch_precision != "bf16":
@@ -160,16 +160,16 @@ def layer_backward(job: Job, setup: Setup, software: Software, *, moe: bool = Tr
         # The gathered input of a product, which is not kept, is gathered again for the gradient of the weights.
         is_gathered = op.overlaps and each.axis == "tp"
         if software.gathers_again and is_gathered and not (setup.recompute == "megascale" and ways & op.remade):
-            found.append(each.renamed("_again"))
+            backward.append(each.renamed("_again"))
         if each.collective == SEND_RECV:  # keys, values and their gradients go round, both
-            found.append(each.renamed("_gradient", logical_bytes=2 * each.logical_bytes))
+            backward.append(each.renamed("_gradient", logical_bytes=2 * each.logical_bytes))
         else:
-            found.append(_mirrored(back))
+            backward.append(_mirrored(back))
     if setup.zero < 2:
-        return tuple(found)
+        return tuple(backward)
     # What is not kept whole is summed with every micro-batch.
     held = layer_parameters(job.model, setup, software, moe)
-    return (*found, *_kept(setup, *(_scattered_sum(axis, count, software) for axis, count in held.items())))
+    return (*backward, *_kept(setup, *(_scattered_sum(axis, count, software) for axis, count in held.items())))
 
 
 def dispatched_rows(job: Job, setup: Setup) -> int:

@@ -164,9 +164,9 @@ def test_experts_that_differ_between_ranks_are_refused(emulated_cluster: Cluster
         dist.init_process_group("commlayer")
         mesh = FoldedMesh({"ep": 2})
         model = nn.Sequential(nn.Linear(8, 8), MoELayer(8, 4, RouterConfig(num_experts=4, top_k=1), mesh=mesh))
-        whole = copy.deepcopy(model)
+        unmarked = copy.deepcopy(model)
         with pytest.raises(UsageError, match=r"given 1\.experts\.w_gate, which is other experts' on other ranks"):
-            plan_ddp(DistributedDataParallel(whole))
+            plan_ddp(DistributedDataParallel(unmarked))
         names = [name for name, parameter in model.named_parameters() if getattr(parameter, "is_expert", False)]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
         plan_ddp(DistributedDataParallel(model))
