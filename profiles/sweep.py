@@ -197,8 +197,10 @@ def doubts(curves: Iterable[Curve]) -> list[str]:
     confidence, lines = Repeats.confidence, []
     least = least_samples(confidence)
     for curve in curves:
+        if not curve.samples:
+            continue
         reasons = []
-        few = [(size, num) for size, num in zip(curve.bytes, curve.samples, strict=False) if num < least]
+        few = [(size, num) for size, num in zip(curve.bytes, curve.samples, strict=True) if num < least]
         if few:
             sizes = f"{few[0][0]} bytes" if len(few) == 1 else f"{few[0][0]} to {few[-1][0]} bytes"
             reasons.append(
@@ -206,7 +208,7 @@ def doubts(curves: Iterable[Curve]) -> list[str]:
                 f"{min(num for _, num in few)}), so their medians have no {confidence:.0%} interval and their p99 is the slowest "
                 "time"
             )
-        if curve.samples and len(curve.bytes) < _LEAST_SIZES:
+        if len(curve.bytes) < _LEAST_SIZES:
             reasons.append(f"fewer than {_LEAST_SIZES} sizes, so it has no hold-out error")
         if reasons:
             name = f"{curve.collective} on {curve.link}, group size {curve.group_size}"
